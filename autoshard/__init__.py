@@ -1,0 +1,61 @@
+"""autoshard: one line makes an ordinary PyTorch training loop run sharded.
+
+    model = torch.compile(model, backend=autoshard.backend())
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from autoshard.backend import Backend
+from autoshard.config import Config
+from autoshard.errors import AutoshardError
+from autoshard.plan import Degrees, ParameterGroup, Plan
+from autoshard.runtime import state as _state
+from autoshard.version import __version__
+
+__all__ = [
+    "AutoshardError",
+    "Config",
+    "Degrees",
+    "ParameterGroup",
+    "Plan",
+    "__version__",
+    "backend",
+    "gathered",
+    "no_sync",
+    "plan_of",
+]
+
+
+def backend(config: Config | None = None) -> Backend:
+    """A backend for torch.compile. Without a config everything is decided from the model and the machine."""
+    return Backend(config)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a model trains by, compiled or not; None before its first call."""
+    state = _state.state_of(model)
+    return state.plan if state else None
+
+
+def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
+    state = _state.state_of(model)
+    if state is None:
+        raise AutoshardError(f"autoshard.{what} takes a model after its first compiled call")
+    return state
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backwards of forwards inside do not reduce gradients where the plan keeps them whole (stages 0, 1)."""
+    return _state_after_first_call(model, "no_sync").accumulation.no_sync()
+
+
+def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """The model with whole, plain parameters on every process, for generate, export or evaluation in eager.
+
+    A collective: all processes must enter. For reading; a write inside is an error at the end.
+    """
+    return _state.gathered(_state_after_first_call(model, "gathered"))

@@ -1,0 +1,164 @@
+"""Config: what a user may say, every field optional and checked at once."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.errors import ConfigError
+from autoshard.plan import OPTIMIZER_STATES, Plan
+from autoshard.units import parse_bytes
+
+PRECISIONS = ("bf16", "fp16")
+CODEGENS = ("inductor", "eager")
+MESH_AXES = ("replicate", "shard")
+
+
+def nearest(value: Any, legal: tuple[Any, ...]) -> str:
+    """The end of an error message: what was probably meant, and all that is legal."""
+    close = difflib.get_close_matches(str(value), [str(v) for v in legal], n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return hint + "legal: " + ", ".join(repr(v) for v in legal)
+
+
+def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:
+    if not any(value is v or (type(value) is type(v) and value == v) for v in legal):
+        raise ConfigError(f"{name}: {value!r} is not legal; {nearest(value, legal)}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a user may tell autoshard. Every default means: find out.
+
+    zero: ZeRO stage 0 to 3, or "auto": the cheapest that fits into memory_budget.
+    mesh: None (all processes shard), {"replicate": r, "shard": s}, or a DeviceMesh with those axis names.
+    memory_budget: bytes, "72GiB", "80GB", or a share of the device such as 0.9, a process.
+    precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
+        MixedPrecisionPolicy (param_dtype, reduce_dtype).
+    codegen: "inductor" or "eager" (the rewritten graph, op by op).
+    optimizer: what a plan assumes before an optimizer is seen: "adamw", "sgd", ...
+    buffers: "broadcast" (after each change rank 0's are everyone's, as DDP) or "local".
+    replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000.
+    plan: a Plan, or a file of one: use this and decide nothing.
+    passes: a text spec of the rewrite pipeline, such as "merge_unshards,bucket{mb=25},lower".
+    disable_passes: names of passes to leave out.
+    timeout: seconds in which every process must arrive at the first call, and a collective must end.
+    dump_dir: where to write the graph before and after each pass (as AUTOSHARD_DUMP).
+    verbose: show the phases of the first step on rank 0.
+    """
+
+    zero: Literal["auto", 0, 1, 2, 3] = "auto"
+    mesh: dict[str, int] | DeviceMesh | None = None
+    memory_budget: int | float | str | None = None
+    precision: str | MixedPrecisionPolicy | None = None
+    codegen: Literal["inductor", "eager"] = "inductor"
+    optimizer: str = "adamw"
+    buffers: Literal["broadcast", "local"] = "broadcast"
+    replicate_below: int | Literal["auto"] = "auto"
+    plan: Plan | str | Path | None = None
+    passes: str | None = None
+    disable_passes: tuple[str, ...] = field(default=())
+    timeout: float = 300.0
+    dump_dir: str | Path | None = None
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("zero", self.zero, ("auto", 0, 1, 2, 3))
+        _one_of("codegen", self.codegen, CODEGENS)
+        _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
+        _one_of("buffers", self.buffers, ("broadcast", "local"))
+        self._check_budget()
+        self._check_mesh()
+        self._check_precision()
+        self._check_numbers()
+        self._check_passes()
+
+    def _check_budget(self) -> None:
+        budget = self.memory_budget
+        if isinstance(budget, str):
+            parse_bytes(budget)
+        elif isinstance(budget, bool) or not isinstance(budget, int | float | None):
+            raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; write 72GiB, 80GB or 0.9")
+        elif budget is not None and (budget <= 0 or (isinstance(budget, float) and budget > 1)):
+            raise ConfigError(
+                f"memory_budget: {budget!r} is out of range; an int is bytes, a float a share in (0, 1]"
+            )
+
+    def _check_mesh(self) -> None:
+        axes = dict(self.mesh_axes() or {})
+        for name, size in axes.items():
+            _one_of("mesh", name, MESH_AXES)
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"mesh: axis {name!r} has size {size!r}; legal: a whole number of 1 or more")
+
+    def _check_precision(self) -> None:
+        if not isinstance(self.precision, MixedPrecisionPolicy):
+            _one_of("precision", self.precision, (None, *PRECISIONS))
+
+    def _check_numbers(self) -> None:
+        below = self.replicate_below
+        if below != "auto" and (not isinstance(below, int) or below < 0):
+            raise ConfigError(f"replicate_below: {below!r} is not legal; legal: 'auto' or elements, 0 or more")
+        if not isinstance(self.timeout, int | float) or self.timeout <= 0:
+            raise ConfigError(f"timeout: {self.timeout!r} is not legal; legal: seconds, more than 0")
+
+    def _check_passes(self) -> None:
+        from autoshard.passes import registry
+
+        legal = tuple(sorted(registry.PASSES))
+        for name in self.disable_passes:
+            _one_of("disable_passes", name, legal)
+        if self.passes is not None:
+            registry.parse(self.passes)
+
+    def mesh_axes(self) -> tuple[tuple[str, int], ...] | None:
+        """The axes asked for, outermost first; None where all processes shard."""
+        if self.mesh is None:
+            return None
+        if isinstance(self.mesh, DeviceMesh):
+            names = self.mesh.mesh_dim_names
+            if names is None:
+                raise ConfigError(f"mesh: {self.mesh!r} has no axis names; legal: {MESH_AXES}")
+            return tuple(zip(names, self.mesh.shape))
+        order = {name: i for i, name in enumerate(MESH_AXES)}
+        return tuple(sorted(self.mesh.items(), key=lambda kv: order.get(kv[0], -1)))
+
+    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """(compute, reduce): None leaves the parameter's own."""
+        if self.precision is None:
+            return None, None
+        if isinstance(self.precision, MixedPrecisionPolicy):
+            return self.precision.param_dtype, self.precision.reduce_dtype
+        compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return compute, torch.float32
+
+    def replaced(self, **changes: Any) -> Config:
+        """The config with some fields changed."""
+        return replace(self, **changes)
+
+    @staticmethod
+    def from_options(options: dict[str, Any]) -> Config:
+        """A Config from keyword options; an unknown name is an error with the nearest legal one."""
+        legal = tuple(f.name for f in fields(Config))
+        for name in options:
+            _one_of("config", name, legal)
+        return Config(**options)
+
+    def described(self) -> dict[str, str]:
+        """What must be equal on all processes, field by field, as text."""
+        skipped = {"dump_dir", "verbose", "plan"}
+        described = {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in skipped}
+        plan = self.resolved_plan()
+        return described | {"plan": plan.hash if plan else "None"}
+
+    def resolved_plan(self) -> Plan | None:
+        """The pinned plan, read from its file if it is one."""
+        if self.plan is None or isinstance(self.plan, Plan):
+            return self.plan
+        return Plan.load(self.plan)

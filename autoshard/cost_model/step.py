@@ -1,0 +1,88 @@
+"""The first model of a step: bytes of state by category, and the messages of each group of parameters.
+
+Activations, temporaries and compute are not in it yet; `UNKNOWN` says so in every table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.cost_model.collectives import ring_bytes, ring_seconds
+from autoshard.cost_model.hardware import Link
+
+UNKNOWN = ("activations", "temporaries", "compute time", "overlap")
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What the model needs to know of a group of parameters.
+
+    elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
+    at rest, gathered, reduced. Degrees as in the plan. replicas: processes that hold the same rows.
+    """
+
+    elements: int
+    trained: int
+    itemsize: int
+    compute_itemsize: int
+    reduce_itemsize: int
+    parameter_degree: int
+    gradient_degree: int
+    optimizer_degree: int
+    replicas: int
+
+
+def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]:
+    """Bytes a process, by category, at the end of a backward, where all gradients exist."""
+    groups = tuple(groups)
+    out: dict[str, int] = defaultdict(int)
+    for g in groups:
+        out["parameters"] += g.elements * g.itemsize // g.optimizer_degree
+        out["gradients"] += g.trained * g.itemsize // g.optimizer_degree
+        out["optimizer"] += g.trained * g.itemsize * optimizer_states // g.optimizer_degree
+    out["gathered"], out["buckets"] = _gathered(groups), _buckets(groups)
+    return dict(out)
+
+
+def _gathered(groups: tuple[GroupCost, ...]) -> int:
+    """Copies kept from forward to backward, or the two largest that are alive at once."""
+    bytes_of = [(g, g.elements * g.compute_itemsize) for g in groups if g.optimizer_degree > 1]
+    kept = sum(b for g, b in bytes_of if g.parameter_degree == 1)
+    passing = sorted((b for g, b in bytes_of if g.parameter_degree > 1), reverse=True)
+    return kept + sum(passing[:2])
+
+
+def _buckets(groups: tuple[GroupCost, ...]) -> int:
+    """The whole gradients of the group in reduction, and the flat copy that travels."""
+    sizes = [2 * g.trained * g.reduce_itemsize for g in groups if g.optimizer_degree * g.replicas > 1]
+    return max(sizes, default=0)
+
+
+def traffic(groups: Iterable[GroupCost], link: Link) -> list[tuple[str, str, int, int, float]]:
+    """(collective, phase, messages, bytes sent, seconds) of one step, same kinds added up."""
+    total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for g in groups:
+        for collective, phase, payload, size in _messages(g):
+            entry = total[collective, phase]
+            entry[0] += 1
+            entry[1] += ring_bytes(collective, payload, size)
+            entry[2] += ring_seconds(collective, payload, size, link)
+    return [(c, p, int(n), int(b), s) for (c, p), (n, b, s) in total.items()]
+
+
+def _messages(g: GroupCost) -> Iterable[tuple[str, str, int, int]]:
+    """(collective, phase, payload bytes, processes) of one group in one step."""
+    if g.optimizer_degree > 1:
+        payload = g.elements * g.compute_itemsize
+        yield "all_gather", "forward", payload, g.optimizer_degree
+        if g.parameter_degree > 1:
+            yield "all_gather", "backward", payload, g.optimizer_degree
+    if not g.trained:
+        return
+    payload = g.trained * g.reduce_itemsize
+    if g.optimizer_degree > 1:
+        yield "reduce_scatter", "backward", payload, g.optimizer_degree
+    if g.replicas > 1:
+        yield "all_reduce", "backward", payload // g.optimizer_degree, g.replicas

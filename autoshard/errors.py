@@ -1,0 +1,53 @@
+"""The errors that users see. Each names the value that was wrong and the legal form."""
+
+from __future__ import annotations
+
+from autoshard.torch_internals import ThroughDynamo
+
+
+class AutoshardError(ThroughDynamo):
+    """Base of every error of autoshard. A RuntimeError that torch.compile passes through as it is."""
+
+
+class ConfigError(AutoshardError, ValueError):
+    """A configuration field has an unknown name or an impossible value."""
+
+
+class PlanError(AutoshardError, ValueError):
+    """A plan cannot be made, read, or applied to this model on these processes."""
+
+
+class BudgetError(PlanError):
+    """No plan fits in the memory budget. Says how many bytes are missing and the cheapest fix."""
+
+
+class ModelFileError(AutoshardError, ValueError):
+    """The file given on the command line does not hold what `autoshard plan` needs."""
+
+
+class PassError(AutoshardError, ValueError):
+    """A pass pipeline is not legal, or a pass left a graph that is not."""
+
+
+class DisagreementError(AutoshardError):
+    """Processes came with different configs, models or graphs, or one of them never came."""
+
+
+class UnsupportedError(AutoshardError):
+    """The model or the loop does something that cannot be sharded right. Names what and where."""
+
+
+class ShardingError(AutoshardError):
+    """Sharding failed half way; the model cannot be used any more in this process."""
+
+
+class PeerLostError(AutoshardError):
+    """A collective failed because another process of the job died or hung."""
+
+
+class StaleParameterError(AutoshardError):
+    """A full parameter from before sharding was used; the model holds a shard in its place now."""
+
+
+class DivergenceError(AutoshardError):
+    """Parameters would silently differ between processes from here on."""

@@ -1,0 +1,85 @@
+"""Inventory: what a plan is made from. Names, shapes and order of use of a model's parameters, no values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from autoshard.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter. Shared (tied) parameters appear once, under their first name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    trained: bool
+    used: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The parameters of a model, those that the captured graph uses first, in the order of use."""
+
+    model: str
+    parameters: tuple[ParameterInfo, ...]
+
+    @property
+    def covered(self) -> float:
+        """Share of the elements that the captured graph uses."""
+        total = sum(p.elements for p in self.parameters)
+        return sum(p.elements for p in self.parameters if p.used) / total if total else 1.0
+
+    def to_json(self) -> str:
+        """All of it, for comparing processes with each other."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def take_inventory(model: nn.Module, used_in_order: Iterable[nn.Parameter]) -> Inventory:
+    """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = {id(p): p for p in model.parameters()}
+    used = [id(p) for p in used_in_order if id(p) in names]
+    rest = [key for key in parameters if key not in set(used)]
+    return Inventory(
+        type(model).__name__,
+        tuple(
+            _info(names[key], parameters[key], position < len(used))
+            for position, key in enumerate(dict.fromkeys([*used, *rest]))
+        ),
+    )
+
+
+def _info(name: str, parameter: nn.Parameter, used: bool) -> ParameterInfo:
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ParameterInfo(
+        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used
+    )
+
+
+def floating(dtype: str) -> bool:
+    """True if a dtype of this name has gradients."""
+    return getattr(torch, dtype).is_floating_point

@@ -1,0 +1,83 @@
+"""Layout: how one parameter lies on the processes, and how its gradient is put together.
+
+[Note: Layout in the graph]
+The logical ops carry their layout as one string, so that a graph printed in a dump says everything
+and Dynamo guards on one constant. `str(layout)` and `Layout.parse` are inverse to each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.dtypes import dtype_named, name_of_dtype
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of one parameter are, and over which processes its gradient is averaged.
+
+    group: the process group (c10d name) that holds the shards together; "" if every process is whole.
+    size: number of processes in `group` (1 if "").
+    owners: the positions in `group` that hold rows, in the order of the rows; () stands for all.
+    replicas: the process group over which the sharded gradient is still to be summed; "" if none.
+    mean_over: how many processes' batches the gradient is the mean of.
+    compute: dtype of the gathered copy; None leaves the parameter's own.
+    reduce: dtype in which gradients are summed; None leaves the gradient's own.
+    """
+
+    group: str
+    size: int
+    owners: tuple[int, ...]
+    replicas: str
+    mean_over: int
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.group != ""
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Positions in `group` that hold rows."""
+        return self.owners or tuple(range(self.size))
+
+    def chunk_rows(self, rows: int) -> int:
+        """Rows in a full shard; as torch.chunk, the last shards may be shorter or empty."""
+        return math.ceil(rows / len(self.holders))
+
+    def with_chunk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a padded shard of a parameter of this full shape."""
+        return (self.chunk_rows(shape[0]), *shape[1:])
+
+    def __str__(self) -> str:
+        fields = {
+            "group": self.group,
+            "size": self.size,
+            "owners": ",".join(map(str, self.owners)),
+            "replicas": self.replicas,
+            "mean": self.mean_over,
+            "compute": name_of_dtype(self.compute) if self.compute else "",
+            "reduce": name_of_dtype(self.reduce) if self.reduce else "",
+        }
+        return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> Layout:
+        """The layout that `str` printed."""
+        fields = dict(part.split("=", 1) for part in text.split(" "))
+        owners = fields.get("owners", "")
+        return Layout(
+            group=fields.get("group", ""),
+            size=int(fields["size"]),
+            owners=tuple(map(int, owners.split(","))) if owners else (),
+            replicas=fields.get("replicas", ""),
+            mean_over=int(fields["mean"]),
+            compute=dtype_named(fields["compute"]) if "compute" in fields else None,
+            reduce=dtype_named(fields["reduce"]) if "reduce" in fields else None,
+        )

@@ -1,0 +1,201 @@
+"""The logical ops: what passes see of sharding before it becomes collectives.
+
+`unshard` turns a shard into the whole parameter; its gradient is `reduce_grad`, which turns a whole local
+gradient into this process's rows of the mean. `unshard_bucket` and `reduce_bucket` are the same for several
+parameters in one message. `hold` and `add_held` are identities in forward that divert or complete a gradient
+(accumulation without communication). `replicate_buffers` makes rank 0's values everyone's.
+
+[Note: Kernels and lowering] The functions of `DEFINITIONS` say what each op is in terms of functional
+collectives. The eager kernels run them, so a graph from which the lowering was left out computes the same;
+the lowering pass traces the same functions into the graph. There is no second description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.ops import wire
+from autoshard.ops.layout import Layout
+
+_c10d = torch.ops._c10d_functional
+
+
+def define_unshard_bucket(
+    shards: Sequence[Tensor], names: str, shapes: Sequence[int], ndims: Sequence[int], layout: str
+) -> list[Tensor]:
+    spec, full = Layout.parse(layout), wire.split_shapes(shapes, ndims)
+    if not spec.sharded:
+        return [s.to(spec.compute or s.dtype) for s in shards]
+    flat = wire.pack_shards(shards, full, spec)
+    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, spec.size, spec.group))
+    return wire.unpack_full(gathered, full, spec)
+
+
+def define_reduce_bucket(
+    grads: Sequence[Tensor],
+    names: str,
+    shapes: Sequence[int],
+    ndims: Sequence[int],
+    dtype: torch.dtype,
+    layout: str,
+) -> list[Tensor]:
+    spec = Layout.parse(layout)
+    flat = wire.pack_grads(grads, spec)
+    if spec.sharded:
+        flat = _c10d.wait_tensor(
+            _c10d.reduce_scatter_tensor(flat, "sum", spec.size, spec.group)
+        )
+    if spec.replicas:
+        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", spec.replicas))
+    shards = wire.split_shapes(shapes, ndims)
+    return wire.unpack_shards(flat, shards, [tuple(g.shape) for g in grads], dtype, spec)
+
+
+def define_unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
+    return define_unshard_bucket([shard], name, shape, [len(shape)], layout)[0]
+
+
+def define_reduce_grad(
+    grad: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str, name: str
+) -> Tensor:
+    return define_reduce_bucket([grad], name, shape, [len(shape)], dtype, layout)[0]
+
+
+def define_replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
+    flat = torch.cat([v.reshape(-1) for v in values])
+    flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, group))
+    return wire.split_like(flat, [tuple(v.shape) for v in values])
+
+
+@torch.library.custom_op("autoshard::unshard", mutates_args=())
+def unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
+    """The full parameter of `shape`, in the layout's compute dtype, from this process's rows."""
+    return define_unshard(shard, shape, layout, name).clone()
+
+
+@torch.library.custom_op("autoshard::reduce_grad", mutates_args=())
+def reduce_grad(
+    grad: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str, name: str
+) -> Tensor:
+    """This process's rows, of `shape`, of the mean gradient, in the parameter's dtype."""
+    return define_reduce_grad(grad, shape, dtype, layout, name).clone()
+
+
+@torch.library.custom_op("autoshard::unshard_bucket", mutates_args=())
+def unshard_bucket(
+    shards: Sequence[Tensor], names: str, shapes: Sequence[int], ndims: Sequence[int], layout: str
+) -> list[Tensor]:
+    """`unshard` of several parameters of one layout; full shapes one after the other, `ndims` of each."""
+    return [t.clone() for t in define_unshard_bucket(shards, names, shapes, ndims, layout)]
+
+
+@torch.library.custom_op("autoshard::reduce_bucket", mutates_args=())
+def reduce_bucket(
+    grads: Sequence[Tensor],
+    names: str,
+    shapes: Sequence[int],
+    ndims: Sequence[int],
+    dtype: torch.dtype,
+    layout: str,
+) -> list[Tensor]:
+    """`reduce_grad` of several gradients of one layout; shard shapes one after the other."""
+    return [t.clone() for t in define_reduce_bucket(grads, names, shapes, ndims, dtype, layout)]
+
+
+@torch.library.custom_op("autoshard::replicate_buffers", mutates_args=())
+def replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Rank 0's values (all of one dtype) on every process of `group`."""
+    return [t.clone() for t in define_replicate_buffers(values, group)]
+
+
+@torch.library.custom_op("autoshard::hold", mutates_args=())
+def hold(full: Tensor, holder: Tensor) -> Tensor:
+    """`full`; its gradient goes to `holder` (of the full shape), and nothing goes to `full`."""
+    return full.clone()
+
+
+@torch.library.custom_op("autoshard::add_held", mutates_args=())
+def add_held(full: Tensor, held: Tensor) -> Tensor:
+    """`full`; its gradient has `held` added, what earlier backwards left there."""
+    return full.clone()
+
+
+@unshard.register_fake
+def _(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
+    return shard.new_empty(shape, dtype=Layout.parse(layout).compute or shard.dtype)
+
+
+@reduce_grad.register_fake
+def _(grad: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str, name: str) -> Tensor:
+    return grad.new_empty(shape, dtype=dtype)
+
+
+@unshard_bucket.register_fake
+def _(
+    shards: Sequence[Tensor], names: str, shapes: Sequence[int], ndims: Sequence[int], layout: str
+) -> list[Tensor]:
+    dtype = Layout.parse(layout).compute
+    full = wire.split_shapes(shapes, ndims)
+    return [s.new_empty(shape, dtype=dtype or s.dtype) for s, shape in zip(shards, full)]
+
+
+@reduce_bucket.register_fake
+def _(
+    grads: Sequence[Tensor],
+    names: str,
+    shapes: Sequence[int],
+    ndims: Sequence[int],
+    dtype: torch.dtype,
+    layout: str,
+) -> list[Tensor]:
+    shards = wire.split_shapes(shapes, ndims)
+    return [g.new_empty(shape, dtype=dtype) for g, shape in zip(grads, shards)]
+
+
+@replicate_buffers.register_fake
+def _(values: Sequence[Tensor], group: str) -> list[Tensor]:
+    return [v.new_empty(v.shape) for v in values]
+
+
+@hold.register_fake
+@add_held.register_fake
+def _(full: Tensor, other: Tensor) -> Tensor:
+    return torch.empty_like(full)
+
+
+def _unshard_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, _, ctx.layout, ctx.param = inputs
+    ctx.shard_shape, ctx.dtype = list(shard.shape), shard.dtype
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    reduced = torch.ops.autoshard.reduce_grad(
+        grad, ctx.shard_shape, ctx.dtype, ctx.layout, ctx.param
+    )
+    return reduced, None, None, None
+
+
+unshard.register_autograd(_unshard_backward, setup_context=_unshard_context)
+hold.register_autograd(
+    lambda ctx, grad: (None, grad.to(ctx.dtype)),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[1].dtype),
+)
+add_held.register_autograd(
+    lambda ctx, grad: (grad + ctx.saved_tensors[0].to(grad.dtype), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+_ops = torch.ops.autoshard
+DEFINITIONS: dict[Any, Callable[..., Any]] = {
+    _ops.unshard.default: define_unshard,
+    _ops.reduce_grad.default: define_reduce_grad,
+    _ops.unshard_bucket.default: define_unshard_bucket,
+    _ops.reduce_bucket.default: define_reduce_bucket,
+    _ops.replicate_buffers.default: define_replicate_buffers,
+    _ops.hold.default: lambda full, holder: full,
+    _ops.add_held.default: lambda full, held: full,
+}

@@ -1,0 +1,1 @@
+"""Passes: decisions (inventory + costs → Plan) and rewrites (graph + Plan → graph), one a file."""

@@ -1,0 +1,156 @@
+"""Rewrite: one message a group of parameters and direction, in the plan's order.
+
+[Note: Order of collectives]
+Every process must issue the same collectives in the same order, and each compiles alone. So the order comes
+from the plan and from nothing else: gathers of a forward in the order of its groups, those of a backward and
+all reductions in reverse. Where a local graph would use groups in another order, its gathers move up and its
+reductions move down.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import GraphModule, Node
+
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+
+Key = tuple[int, Any, Any]  # (position of the group in the plan, layout, dtype)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """mb: a group is cut into buckets of at most this many megabytes; 0 leaves it in one."""
+
+    mb: float = 0.0
+
+    name: ClassVar[str] = "bucket"
+    stage: ClassVar[Stage] = "split"
+    requires: ClassVar[frozenset[str]] = frozenset({"names", "merged"})
+    provides: ClassVar[frozenset[str]] = frozenset({"buckets"})
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        backward = context.phase == "backward"
+        gathers = self._grouped(gm, graphs.UNSHARD, 3, context, reverse=backward)
+        _order_up([_gather(gm, members) for members in gathers])
+        last: Node | None = None
+        for members in self._grouped(gm, graphs.REDUCE_GRAD, 4, context, reverse=True):
+            last = _reduce(gm, members, after=last)
+        return gm
+
+    def _grouped(
+        self, gm: GraphModule, op: Any, name_at: int, context: Context, reverse: bool
+    ) -> list[list[Node]]:
+        groups: dict[Key, list[Node]] = defaultdict(list)
+        for node in graphs.calls(gm, op):
+            order = context.plan.order[node.args[name_at]]  # type: ignore[index]
+            layout = node.args[name_at - 1]
+            groups[order, layout, graphs.example(node.args[0]).dtype].append(node)  # type: ignore[arg-type]
+        keys = sorted(groups, key=lambda k: (k[0], k[1], str(k[2])), reverse=reverse)
+        rank = context.plan.rank_of
+        ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]]) for k in keys]  # type: ignore[index]
+        return [part for members in ordered for part in self._cut(members)]
+
+    def _cut(self, members: list[Node]) -> list[list[Node]]:
+        """Runs of members of at most `mb` megabytes each."""
+        if self.mb <= 0:
+            return [members]
+        parts: list[list[Node]] = [[]]
+        size = 0
+        for node in members:
+            value = graphs.example(node)
+            size += value.numel() * value.element_size()
+            if parts[-1] and size > self.mb * 1e6:
+                parts.append([])
+                size = value.numel() * value.element_size()
+            parts[-1].append(node)
+        return parts
+
+
+def _gather(gm: GraphModule, members: list[Node]) -> Node:
+    """One unshard_bucket where the first of its members stood; their inputs are graph inputs."""
+    at = graphs.positions(gm.graph)
+    first = min(members, key=at.__getitem__)
+    shapes = [list(m.args[1]) for m in members]  # type: ignore[arg-type]
+    shards = [_as_early_as(gm, m.args[0], first) for m in members]
+    with gm.graph.inserting_before(first):
+        bucket = gm.graph.call_function(
+            graphs.UNSHARD_BUCKET,
+            (shards, _names(members, 3), sum(shapes, []), [len(s) for s in shapes], first.args[2]),
+        )
+    _hand_out(gm, bucket, members)
+    return bucket
+
+
+def _as_early_as(gm: GraphModule, shard: Any, first: Node) -> Node:
+    """Moves what makes a shard of a graph input (a detach, say) before `first`."""
+    assert isinstance(shard, Node)
+    chain = []
+    node = shard
+    while node.op != "placeholder":
+        chain.append(node)
+        (node,) = node.all_input_nodes
+    for node in reversed(chain):
+        first.prepend(node)
+    return shard
+
+
+def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
+    """One reduce_bucket where the last gradient is there, and not before the reduction that precedes it."""
+    at = graphs.positions(gm.graph)
+    last = max([*members, *([after] if after else [])], key=at.__getitem__)
+    dependent = graphs.dependents(gm, members)
+    shapes = [list(m.args[1]) for m in members]  # type: ignore[arg-type]
+    grads = [m.args[0] for m in members]
+    with gm.graph.inserting_after(last):
+        bucket = gm.graph.call_function(
+            graphs.REDUCE_BUCKET,
+            (
+                grads,
+                _names(members, 4),
+                sum(shapes, []),
+                [len(s) for s in shapes],
+                members[0].args[2],
+                members[0].args[3],
+            ),
+        )
+    last = _hand_out(gm, bucket, members)
+    for node in dependent:
+        last.append(node)
+        last = node
+    return last
+
+
+def _names(members: Sequence[Node], at: int) -> str:
+    return " ".join(str(m.args[at]) for m in members)
+
+
+def _hand_out(gm: GraphModule, bucket: Node, members: list[Node]) -> Node:
+    """Gives each member's users their item of the bucket; returns the last item."""
+    bucket.meta["val"] = [graphs.example(m) for m in members]
+    last = bucket
+    for i, member in enumerate(members):
+        with gm.graph.inserting_after(last):
+            item = gm.graph.call_function(operator.getitem, (bucket, i))
+        item.meta.update(member.meta)
+        member.replace_all_uses_with(item)
+        gm.graph.erase_node(member)
+        last = item
+    return last
+
+
+def _order_up(buckets: list[Node]) -> None:
+    """Moves gathers up until they stand in the given order."""
+    for earlier, later in zip(reversed(buckets[:-1]), reversed(buckets[1:])):
+        at = graphs.positions(later.graph)
+        if at[earlier] > at[later]:
+            for shard in earlier.all_input_nodes:
+                if shard.op != "placeholder":
+                    later.prepend(shard)
+            later.prepend(earlier)

@@ -1,0 +1,164 @@
+"""Decision: the ZeRO stage. The cheapest in time on the wire among those that fit into the memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.config import Config
+from autoshard.cost_model import step
+from autoshard.cost_model.hardware import Topology
+from autoshard.dtypes import dtype_named, name_of_dtype
+from autoshard.errors import BudgetError, ConfigError
+from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.passes.group_parameters import group_parameters
+from autoshard.units import bytes_text
+from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
+
+REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where a plan will run. budget: bytes a process may use for state; None: no limit is known."""
+
+    topology: Topology
+    budget: int | None
+    optimizer_states: int | None = None
+
+    def states(self, config: Config) -> int:
+        """Numbers an optimizer keeps for each parameter: of the one that was seen, or else the one assumed."""
+        if self.optimizer_states is not None:
+            return self.optimizer_states
+        return OPTIMIZER_STATES[config.optimizer]
+
+
+def make_plan(inventory: Inventory, config: Config, where: Circumstances) -> Plan:
+    """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not."""
+    axes = config.mesh_axes() or (("shard", where.topology.world),)
+    _check_axes(axes, where.topology.world)
+    if config.zero != "auto":
+        plan = _at_stage(inventory, config, where, axes, config.zero)
+        _check_budget([plan], config, where)
+        return _because(plan, f"zero={config.zero} was asked for")
+    plans = [_at_stage(inventory, config, where, axes, stage) for stage in range(4)]
+    return _choose(plans, config, where)
+
+
+def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
+    size = 1
+    for _, n in axes:
+        size *= n
+    if size != world:
+        raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
+
+
+def _choose(plans: Sequence[Plan], config: Config, where: Circumstances) -> Plan:
+    _check_budget(plans, config, where)
+    fitting = [p for p in plans if where.budget is None or p.predicted.state_bytes <= where.budget]
+    best = min(fitting, key=lambda p: (p.predicted.communication_seconds, p.predicted.state_bytes))
+    stage = plans.index(best)
+    return _because(best, *(_reason(s, p, stage, where.budget) for s, p in enumerate(plans)))
+
+
+def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
+    predicted = plan.predicted
+    text = f"ZeRO-{stage}: {bytes_text(predicted.state_bytes)} of state, {predicted.communication_seconds:.3g} s on the wire"
+    if stage == chosen:
+        return text + " (chosen: the least time among those that fit)"
+    if budget is not None and predicted.state_bytes > budget:
+        return text + f" ({bytes_text(predicted.state_bytes - budget)} over the budget)"
+    return text
+
+
+def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -> None:
+    """Fails if no plan fits; a stage that the user pinned is held to a budget only if one was said."""
+    if where.budget is None or (config.zero != "auto" and config.memory_budget is None):
+        return
+    least = min(plans, key=lambda p: p.predicted.state_bytes)
+    short = least.predicted.state_bytes - where.budget
+    if short <= 0:
+        return
+    raise BudgetError(
+        f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
+        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {least.world} processes, state takes "
+        f"{bytes_text(least.predicted.state_bytes)}. Cheapest fix: {_fix(least, config, where)}"
+    )
+
+
+def _fix(least: Plan, config: Config, where: Circumstances) -> str:
+    assert where.budget is not None
+    memory = least.predicted.memory
+    if config.zero not in ("auto", 3):
+        return 'zero="auto" or zero=3'
+    divided = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+    constant = memory["gathered"] + memory["buckets"]
+    if constant < where.budget:
+        processes = -(-divided * least.world // (where.budget - constant))
+        return f"{processes} processes instead of {least.world}, or a budget of {bytes_text(least.predicted.state_bytes)}"
+    return f"a budget of {bytes_text(least.predicted.state_bytes)}: the largest block alone takes {bytes_text(constant)} when gathered"
+
+
+def _at_stage(
+    inventory: Inventory,
+    config: Config,
+    where: Circumstances,
+    axes: tuple[tuple[str, int], ...],
+    stage: int,
+) -> Plan:
+    below = REPLICATE_BELOW if config.replicate_below == "auto" else config.replicate_below
+    size = dict(axes).get("shard", 1)
+    grouped = group_parameters(inventory, below)
+    groups = tuple(
+        ParameterGroup(
+            name,
+            tuple(p.name for p in members),
+            Degrees.of_stage(stage if cut else 0, size),
+        )
+        for name, members, cut in grouped
+    )
+    compute, reduce = config.dtypes()
+    plan = Plan(
+        world=where.topology.world,
+        axes=axes,
+        groups=groups,
+        compute=name_of_dtype(compute) if compute else "",
+        reduce=name_of_dtype(reduce) if reduce else "",
+        buffers=config.buffers,
+        covered=inventory.covered,
+    )
+    return predict(plan, inventory, where.states(config), where.topology)
+
+
+def predict(plan: Plan, inventory: Inventory, states: int, topology: Topology) -> Plan:
+    """The plan with what the cost model says of it."""
+    infos = {p.name: p for p in inventory.parameters}
+    costs = [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
+    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, topology.slowest))
+    prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
+    return replace(plan, predicted=prediction)
+
+
+def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
+    itemsize = max((p.itemsize for p in infos), default=4)
+    compute = _itemsize(plan.compute, itemsize)
+    trained = sum(p.elements for p in infos if p.trained and p.used and floating(p.dtype))
+    return step.GroupCost(
+        elements=sum(p.elements for p in infos),
+        trained=trained,
+        itemsize=itemsize,
+        compute_itemsize=compute,
+        reduce_itemsize=_itemsize(plan.reduce, compute),
+        parameter_degree=group.degrees.parameter,
+        gradient_degree=group.degrees.gradient,
+        optimizer_degree=group.degrees.optimizer,
+        replicas=plan.world // group.degrees.optimizer,
+    )
+
+
+def _itemsize(name: str, otherwise: int) -> int:
+    return dtype_named(name).itemsize if name else otherwise
+
+
+def _because(plan: Plan, *why: str) -> Plan:
+    return replace(plan, why=(*plan.why, *why))

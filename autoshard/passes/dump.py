@@ -1,0 +1,64 @@
+"""Dumps: the graph before and after each pass, as files and in torch's structured trace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from autoshard.torch_internals import emit_artifact
+
+
+@dataclass
+class Dump:
+    """Writes to `folder`; with None only torch's structured trace gets anything."""
+
+    folder: Path | None
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @staticmethod
+    def of(folder: str | Path | None, rank: int) -> Dump:
+        """The dump that a config or AUTOSHARD_DUMP asks for, a folder a rank."""
+        chosen = folder or os.environ.get("AUTOSHARD_DUMP")
+        if not chosen:
+            return Dump(None)
+        path = Path(chosen) / f"rank{rank}"
+        path.mkdir(parents=True, exist_ok=True)
+        return Dump(path)
+
+    def text(self, gm: GraphModule) -> str:
+        """The graph as Python, with shapes; empty if nobody reads it."""
+        if self.folder is None:
+            return ""
+        return gm.print_readable(print_output=False, include_stride=True)
+
+    def write(
+        self,
+        name: str,
+        phase: str,
+        before: str,
+        after: str,
+        changed: dict[str, int],
+        seconds: float,
+    ) -> None:
+        """One pass: NN_<pass>_<phase>_before.py, _after.py, and a line in passes.jsonl."""
+        record = {"pass": name, "graph": phase, "seconds": round(seconds, 6), "ops": changed}
+        emit_artifact(f"autoshard_{name}_{phase}", lambda: json.dumps(record))
+        if self.folder is None:
+            return
+        stem = f"{next(self._numbers):02d}_{name}_{phase}"
+        (self.folder / f"{stem}_before.py").write_text(before)
+        (self.folder / f"{stem}_after.py").write_text(after)
+        with (self.folder / "passes.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def note(self, name: str, text: str) -> None:
+        """A text beside the graphs: the plan, the versions, the pipeline."""
+        emit_artifact(f"autoshard_{name}", lambda: text)
+        if self.folder is not None:
+            (self.folder / name).write_text(text)

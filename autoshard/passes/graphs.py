@@ -1,0 +1,93 @@
+"""Small things that several rewrites do with an FX graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard.ops import logical
+
+UNSHARD = torch.ops.autoshard.unshard.default
+REDUCE_GRAD = torch.ops.autoshard.reduce_grad.default
+UNSHARD_BUCKET = torch.ops.autoshard.unshard_bucket.default
+REDUCE_BUCKET = torch.ops.autoshard.reduce_bucket.default
+REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
+LOGICAL = frozenset(logical.DEFINITIONS)
+
+_c10d = torch.ops._c10d_functional
+WAIT = _c10d.wait_tensor.default
+GATHER = _c10d.all_gather_into_tensor.default
+REDUCTIONS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default})
+
+
+def calls(gm: GraphModule, *targets: Any) -> list[Node]:
+    """The calls of these ops, in graph order. Dynamo's graphs name an op by its packet, AOT's by its overload."""
+    wanted = {*targets, *(t.overloadpacket for t in targets if hasattr(t, "overloadpacket"))}
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in wanted]
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Where each node stands."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def dependents(gm: GraphModule, nodes: Iterable[Node]) -> list[Node]:
+    """All that depends on these nodes, themselves and the output left out, in graph order."""
+    seeds, found = set(nodes), set[Node]()
+    todo = [user for node in seeds for user in node.users]
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in seeds and node.op != "output":
+            found.add(node)
+            todo.extend(node.users)
+    return [node for node in gm.graph.nodes if node in found]
+
+
+def op_counts(gm: GraphModule) -> dict[str, int]:
+    """How often each op is called, for diffs."""
+    counts: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        if node.op.startswith("call_"):
+            key = str(node.target)
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def example(node: Node) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def _fake_mode(nodes: Iterable[Node]) -> Any:
+    for node in nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if hasattr(item, "fake_mode"):
+                return item.fake_mode
+    raise AssertionError("a graph without fake values")
+
+
+def inline(gm: GraphModule, node: Node, define: Callable[..., Any]) -> list[Node] | Node:
+    """Replaces a call by the ops that `define` makes of its arguments; returns what took its place.
+
+    Only tensor arguments become inputs of the traced function; the rest are constants of it.
+    """
+    flat, spec = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+    tensors = [a for a in flat if isinstance(a, Node)]
+
+    def on_tensors(*values: torch.Tensor) -> Any:
+        given = iter(values)
+        filled = [next(given) if isinstance(a, Node) else a for a in flat]
+        args, kwargs = torch.utils._pytree.tree_unflatten(filled, spec)
+        return define(*args, **kwargs)
+
+    with _fake_mode(tensors or gm.graph.nodes):
+        traced = make_fx(on_tensors)(*(example(t) for t in tensors))
+    traced.graph.eliminate_dead_code()
+    with gm.graph.inserting_before(node):
+        inputs = traced.graph.find_nodes(op="placeholder")
+        return gm.graph.graph_copy(traced.graph, dict(zip(inputs, tensors)))  # type: ignore[return-value]

@@ -1,0 +1,52 @@
+"""Decision: which parameters travel together. One group a repeated block; what lies between blocks is joined."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from autoshard.inventory import Inventory, ParameterInfo
+
+WHOLE = "replicated"
+
+
+def block_of(name: str) -> str | None:
+    """"model.layers.3" for "model.layers.3.mlp.up.weight": up to the first number; None without one."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def group_parameters(
+    inventory: Inventory, replicate_below: int
+) -> list[tuple[str, tuple[ParameterInfo, ...], bool]]:
+    """(name, parameters, may be sharded) in the order of first use.
+
+    Parameters of one block form a group even if others come between; those of no block form a group with
+    their neighbours. What is too small or cannot be cut (no rows) is one last group of whole parameters.
+    """
+    cut = [p for p in inventory.parameters if _can_cut(p, replicate_below)]
+    whole = tuple(p for p in inventory.parameters if not _can_cut(p, replicate_below))
+    groups = [(name, tuple(members), True) for name, members in _by_block(cut).items()]
+    return groups + ([(WHOLE, whole, False)] if whole else [])
+
+
+def _can_cut(p: ParameterInfo, replicate_below: int) -> bool:
+    return p.elements > 0 and len(p.shape) > 0 and p.elements >= replicate_below
+
+
+def _by_block(parameters: Iterable[ParameterInfo]) -> dict[str, list[ParameterInfo]]:
+    groups: dict[str, list[ParameterInfo]] = {}
+    for block, run in itertools.groupby(parameters, key=lambda p: block_of(p.name)):
+        members = list(run)
+        groups.setdefault(block or _joint_name(members, groups), []).extend(members)
+    return groups
+
+
+def _joint_name(members: list[ParameterInfo], taken: dict[str, list[ParameterInfo]]) -> str:
+    """A name for neighbours without a block: their module's, with a number if that is taken."""
+    base = members[0].name.rpartition(".")[0] or members[0].name
+    names = itertools.chain([base], (f"{base}#{i}" for i in itertools.count(2)))
+    return next(name for name in names if name not in taken)

@@ -1,0 +1,38 @@
+"""Rewrite: the logical ops become functional collectives and the copies around them."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from autoshard.ops import logical
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+
+
+@dataclass(frozen=True)
+class Lower:
+    name: ClassVar[str] = "lower"
+    stage: ClassVar[Stage] = "split"
+    requires: ClassVar[frozenset[str]] = frozenset({"names"})
+    provides: ClassVar[frozenset[str]] = frozenset({"collectives"})
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        for node in graphs.calls(gm, *graphs.LOGICAL):
+            _replace(gm, node, graphs.inline(gm, node, logical.DEFINITIONS[node.target]))
+        return gm
+
+
+def _replace(gm: GraphModule, node: Node, by: Node | list[Node]) -> None:
+    if isinstance(by, Node):
+        node.replace_all_uses_with(by)
+    else:
+        for item in list(node.users):
+            assert item.target is operator.getitem
+            item.replace_all_uses_with(by[item.args[1]])  # type: ignore[index]
+            gm.graph.erase_node(item)
+    gm.graph.erase_node(node)

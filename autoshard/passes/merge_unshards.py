@@ -1,0 +1,58 @@
+"""Rewrite: a parameter that is used several times (tied, shared) is unsharded once, so its gradient is reduced once.
+
+Done before autograd, which then sums the gradients of all uses in front of the one `reduce_grad`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+
+
+@dataclass(frozen=True)
+class MergeUnshards:
+    name: ClassVar[str] = "merge_unshards"
+    stage: ClassVar[Stage] = "traced"
+    requires: ClassVar[frozenset[str]] = frozenset({"names"})
+    provides: ClassVar[frozenset[str]] = frozenset({"merged"})
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        first: dict[tuple[object, ...], Node] = {}
+        grad_enabled: object = None
+        for node in list(gm.graph.nodes):
+            if node.target is torch._C._set_grad_enabled:
+                grad_enabled = node.args[0]
+            elif node.target in (graphs.UNSHARD, graphs.UNSHARD.overloadpacket):
+                _merge(gm, node, first, grad_enabled)
+        return gm
+
+
+def _merge(
+    gm: GraphModule, node: Node, first: dict[tuple[object, ...], Node], grad_enabled: object
+) -> None:
+    """Uses under no_grad stay apart from those with gradients: the first one's mode holds for the node.
+
+    So do uses whose gradient is held (a detached shard) from others."""
+    source = node.args[0]
+    detached = isinstance(source, Node) and source.target == "detach"
+    kept = first.setdefault((node.args[3], grad_enabled, detached), node)
+    if kept is not node:
+        node.replace_all_uses_with(kept)
+        _erase_with_source(gm, node)
+
+
+def _erase_with_source(gm: GraphModule, node: Node) -> None:
+    """Erases the call and the to_local that only it used. Not by dead code elimination: a graph before
+    functionalization has in-place ops whose results nobody reads (`num_batches_tracked.add_(1)`)."""
+    source = node.args[0]
+    gm.graph.erase_node(node)
+    while isinstance(source, Node) and source.op != "placeholder" and not source.users:
+        node, source = source, source.args[0]
+        gm.graph.erase_node(node)

@@ -1,0 +1,42 @@
+"""Rewrite: writes each parameter's name into its `unshard`, so that later passes can look it up in the plan.
+
+The trace leaves the name empty: with it, blocks of one class could not share Dynamo's guards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from autoshard.errors import PassError
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+
+
+@dataclass(frozen=True)
+class NameParameters:
+    name: ClassVar[str] = "name_parameters"
+    stage: ClassVar[Stage] = "traced"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"names"})
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        for node in graphs.calls(gm, graphs.UNSHARD):
+            source = _source(node)
+            if source not in inputs or inputs[source] not in context.parameters:
+                raise PassError(f"name_parameters: {node.format_node()} does not unshard a graph input")
+            node.args = (*node.args[:3], context.parameters[inputs[source]])
+        return gm
+
+
+def _source(unshard: Node) -> Node:
+    """The graph input whose rows these are, through to_local and detach."""
+    node = unshard.args[0]
+    while isinstance(node, Node) and node.op in ("call_method", "call_function"):
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node

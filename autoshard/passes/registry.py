@@ -1,0 +1,100 @@
+"""All rewrite passes by name, the default pipeline, and the text form of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.errors import PassError
+from autoshard.passes.base import STAGES, Pass
+from autoshard.passes.bucket import Bucket
+from autoshard.passes.lower import Lower
+from autoshard.passes.merge_unshards import MergeUnshards
+from autoshard.passes.name_parameters import NameParameters
+from autoshard.passes.overlap import Overlap
+from autoshard.passes.regather import Regather
+from autoshard.passes.sync_buffers import SyncBuffers
+
+PASSES: dict[str, type[Any]] = {
+    p.name: p
+    for p in (NameParameters, MergeUnshards, SyncBuffers, Regather, Bucket, Lower, Overlap)
+}
+
+DEFAULT = "name_parameters,merge_unshards,sync_buffers,regather,bucket,lower,overlap"
+
+
+def parse(spec: str) -> tuple[Pass, ...]:
+    """The pipeline of a spec such as "name_parameters,bucket{mb=25},lower"; checked, see `check`."""
+    items = re.findall(r"\s*([^,{}]+?)\s*(?:\{([^}]*)\})?\s*(?:,|$)", spec)
+    pipeline = tuple(_build(name, options) for name, options in items)
+    check(pipeline)
+    return pipeline
+
+
+def spec(pipeline: Sequence[Pass]) -> str:
+    """The text that `parse` reads; options that are not at their default are written out."""
+    return ",".join(_text(p) for p in pipeline)
+
+
+def _build(name: str, options: str) -> Pass:
+    if name not in PASSES:
+        raise PassError(f"passes: {name!r} is no pass; legal: {', '.join(sorted(PASSES))}")
+    cls = PASSES[name]
+    kinds = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for option in filter(None, options.split(" ")):
+        key, _, text = option.partition("=")
+        if key not in kinds:
+            raise PassError(
+                f"passes: {name} has no option {key!r}; legal: {', '.join(kinds) or 'none'}"
+            )
+        values[key] = _value(name, key, text, type(kinds[key].default))
+    return cls(**values)  # type: ignore[no-any-return]
+
+
+def _value(name: str, key: str, text: str, kind: type) -> Any:
+    if kind is bool and text in ("true", "false"):
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise PassError(f"passes: {name}{{{key}={text}}} is not legal; legal: {kind.__name__}") from None
+
+
+def _text(p: Any) -> str:
+    changed = [
+        f"{f.name}={str(getattr(p, f.name)).lower()}"
+        for f in dataclasses.fields(p)
+        if getattr(p, f.name) != f.default
+    ]
+    return p.name + (f"{{{' '.join(changed)}}}" if changed else "")
+
+
+def check(pipeline: Sequence[Pass]) -> None:
+    """Fails if a pass comes at the wrong place or lacks what it requires, before anything runs."""
+    there: set[str] = set()
+    stage = 0
+    for p in pipeline:
+        if STAGES.index(p.stage) < stage:
+            raise PassError(
+                f"passes: {p.name} works on the {p.stage} graph and cannot come after a pass on the "
+                f"{STAGES[stage]} graph"
+            )
+        stage = STAGES.index(p.stage)
+        missing = p.requires - there
+        if missing:
+            givers = [n for n, c in PASSES.items() if c.provides & missing]
+            raise PassError(
+                f"passes: {p.name} requires {', '.join(sorted(missing))}; put {' or '.join(givers)} before it"
+            )
+        there |= p.provides
+
+
+def pipeline_for(config_spec: str | None, disabled: Sequence[str]) -> tuple[Pass, ...]:
+    """The pipeline that a config asks for."""
+    chosen = parse(config_spec or DEFAULT)
+    kept = tuple(p for p in chosen if p.name not in disabled)
+    check(kept)
+    return kept

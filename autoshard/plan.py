@@ -1,0 +1,223 @@
+"""Plan: everything that was decided, and the only thing that decisions and rewrites share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import PlanError
+
+FORMAT = 1
+
+# Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Over how many processes each of the three lies. ZeRO-0 to 3, HSDP and MiCS are points of this space.
+
+    parameter: 1 keeps the gathered copy from forward to backward, more drops and gathers it again.
+    gradient: 1 lets whole gradients accumulate, more keeps only this process's rows.
+    optimizer: over how many processes parameter rows and optimizer state lie at rest; 1 is plain replication.
+    """
+
+    parameter: int
+    gradient: int
+    optimizer: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.parameter <= self.gradient <= self.optimizer:
+            raise PlanError(f"degrees: {self} is not legal; legal: 1 <= parameter <= gradient <= optimizer")
+        if {self.parameter, self.gradient} - {1, self.optimizer}:
+            raise PlanError(
+                f"degrees: {self} is not supported; legal: parameter and gradient are 1 or the optimizer's"
+            )
+
+    @staticmethod
+    def of_stage(stage: int, size: int) -> Degrees:
+        """The degrees of a ZeRO stage over `size` processes."""
+        return Degrees(*(size if stage >= first else 1 for first in (3, 2, 1)))
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that this is."""
+        return sum(d > 1 for d in (self.parameter, self.gradient, self.optimizer))
+
+    def __str__(self) -> str:
+        return f"{self.parameter}/{self.gradient}/{self.optimizer}"
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are treated alike and travel together.
+
+    name: the block they belong to, as in the model, such as "model.layers.3".
+    parameters: names in the order of first use.
+    ranks: positions on the shard axis that hold the rows; () stands for all (a pipeline stage holds some).
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    degrees: Degrees
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective of a step: what, how many messages, bytes that one process sends."""
+
+    collective: str
+    phase: str
+    messages: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a plan, for one process and one step.
+
+    memory: bytes by category. unknown: what the model leaves out, said in every table.
+    """
+
+    memory: dict[str, int] = field(default_factory=dict)
+    traffic: tuple[Traffic, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Sum of the categories that are known."""
+        return sum(self.memory.values())
+
+    @property
+    def communication_seconds(self) -> float:
+        """Time on the wire if nothing overlaps."""
+        return sum(t.seconds for t in self.traffic)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained on `world` processes.
+
+    axes: the mesh, outermost first; the gradient is the mean over all of it.
+    groups: in the order of first use, which is the order of collectives in forward; backward is the reverse.
+    compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
+    covered: share of the model's elements that the captured graph held. why: the decisions, in words.
+    """
+
+    world: int
+    axes: tuple[tuple[str, int], ...]
+    groups: tuple[ParameterGroup, ...]
+    compute: str = ""
+    reduce: str = ""
+    buffers: str = "broadcast"
+    covered: float = 1.0
+    predicted: Prediction = field(default_factory=Prediction, compare=False)
+    why: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        size = 1
+        for _, n in self.axes:
+            size *= n
+        if size != self.world:
+            raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
+        for group in self.groups:
+            if group.degrees.optimizer not in (1, self.shard_size):
+                raise PlanError(
+                    f"plan: group {group.name!r} shards over {group.degrees.optimizer} processes; "
+                    f"legal: 1 or the shard axis, {self.shard_size}"
+                )
+            if any(not 0 <= r < self.shard_size for r in group.ranks):
+                raise PlanError(
+                    f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}"
+                )
+
+    @property
+    def shard_size(self) -> int:
+        """Processes of the axis over which parameters are sharded."""
+        return dict(self.axes).get("shard", 1)
+
+    @property
+    def leaves_alone(self) -> bool:
+        """True for one process: nothing is rewritten."""
+        return self.world == 1
+
+    @property
+    def sharded(self) -> bool:
+        """True if some parameter's rows lie on several processes."""
+        return any(g.degrees.optimizer > 1 for g in self.groups)
+
+    @cached_property
+    def group_of(self) -> dict[str, ParameterGroup]:
+        """The group of each parameter, by name."""
+        return {name: group for group in self.groups for name in group.parameters}
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Position of each group in the order of collectives, by the names of its parameters."""
+        return {name: i for i, group in enumerate(self.groups) for name in group.parameters}
+
+    @cached_property
+    def rank_of(self) -> dict[str, int]:
+        """Position of each parameter in the order of first use."""
+        names = (name for group in self.groups for name in group.parameters)
+        return {name: i for i, name in enumerate(names)}
+
+    def to_json(self) -> str:
+        """The plan as text that `from_json` reads, meant to be read and edited by people too."""
+        data = {"format": FORMAT, **asdict(self)}
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of `to_json`; PlanError names what is wrong."""
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise PlanError(f"plan: this file is of another format; legal: {FORMAT}")
+            return _from_dict(data)
+        except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
+            raise PlanError(f"plan: not a plan file ({error}); write one with `autoshard plan --json`") from error
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan in a file."""
+        try:
+            return Plan.from_json(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"plan: {str(path)!r} cannot be read ({error.strerror})") from error
+
+    @cached_property
+    def hash(self) -> str:
+        """Stable over processes, machines and time; what was predicted and why does not enter."""
+        data = asdict(replace(self, predicted=Prediction(), why=()))
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _from_dict(data: dict[str, Any]) -> Plan:
+    predicted = data.get("predicted", {})
+    return Plan(
+        world=data["world"],
+        axes=tuple((name, size) for name, size in data["axes"]),
+        groups=tuple(
+            ParameterGroup(
+                g["name"], tuple(g["parameters"]), Degrees(**g["degrees"]), tuple(g.get("ranks", ()))
+            )
+            for g in data["groups"]
+        ),
+        compute=data.get("compute", ""),
+        reduce=data.get("reduce", ""),
+        buffers=data.get("buffers", "broadcast"),
+        covered=data.get("covered", 1.0),
+        predicted=Prediction(
+            predicted.get("memory", {}),
+            tuple(Traffic(**t) for t in predicted.get("traffic", ())),
+            tuple(predicted.get("unknown", ())),
+        ),
+        why=tuple(data.get("why", ())),
+    )

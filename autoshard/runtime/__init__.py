@@ -1,0 +1,1 @@
+"""What runs: process groups, parameters at rest, optimizers, state. Knows nothing of how a plan was chosen."""

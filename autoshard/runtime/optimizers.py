@@ -1,0 +1,80 @@
+"""Optimizers that exist when a model is sharded, and those that cannot step on shards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from autoshard.errors import UnsupportedError
+
+# Seen on torch 2.11 and 2.13: the first four raise inside DTensor, Muon skips DTensors without a word.
+_NOT_ON_SHARDS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
+
+
+def holding(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """All optimizers in this process that hold one of these parameters."""
+    ids = {id(p) for p in parameters}
+    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    return [o for o in found if any(id(p) in ids for g in o.param_groups for p in g["params"])]
+
+
+def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """What must be equal on all processes."""
+    return {
+        "class": type(optimizer).__name__,
+        "groups": [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups],
+        "state": sorted(names.get(id(p), "?") for p in optimizer.state if optimizer.state[p]),
+    }
+
+
+def states_of(optimizer: Optimizer) -> int:
+    """How many numbers of the parameter's size it will keep for each parameter, judged by its class."""
+    kind = type(optimizer).__name__.lower()
+    if "sgd" in kind:
+        return int(any(g.get("momentum", 0) for g in optimizer.param_groups))
+    if "adam" in kind or "lion" in kind:
+        return 1 if "lion" in kind else 2
+    return 1 if kind in ("rmsprop", "adagrad") else 2
+
+
+def check_steps_on_shards(optimizer: Optimizer) -> None:
+    """Refuses by name what fails, or does nothing, on DTensors."""
+    kind = type(optimizer).__name__
+    fused_sgd = kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups)
+    if kind in _NOT_ON_SHARDS or fused_sgd:
+        what = "SGD(fused=True)" if fused_sgd else kind
+        raise UnsupportedError(
+            f"optimizer {what} cannot step on sharded parameters; legal: AdamW, Adam, SGD, NAdam, RAdam, "
+            "Adamax and others of torch.optim that are elementwise, or zero=0"
+        )
+
+
+class Repointer:
+    """Points optimizers at the shards, parameter by parameter, and scatters their state from rank 0."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._slots: dict[int, list[tuple[Optimizer, list[Any], int]]] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for i, p in enumerate(group["params"]):
+                    self._slots.setdefault(id(p), []).append((optimizer, group["params"], i))
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """`new` takes the place of `old` in every optimizer."""
+        for optimizer, params, i in self._slots.get(id(old), ()):
+            params[i] = new
+            if old in optimizer.state:
+                state = optimizer.state.pop(old)
+                optimizer.state[new] = {k: _scattered(v, old, new) for k, v in state.items()}
+
+
+def _scattered(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    like_parameter = isinstance(value, Tensor) and value.shape == old.shape and value.dim() > 0
+    if not like_parameter or not isinstance(new.data, DTensor):
+        return value
+    return distribute_tensor(value, new.data.device_mesh, new.data.placements)

@@ -1,0 +1,117 @@
+"""Parameters at rest, and how a trace sees them.
+
+[Note: What a module shows]
+A module whose parameters are sharded gets a subclass of its class with one property a parameter. While
+torch.compile traces, the property is `unshard(local rows)`, so the logical op enters the graph; at any
+other time it is the parameter itself, so optimizers, nn.init, printing and state_dict see what is there.
+The subclass is cached by (class, names and layouts): a class of its own for each module would make
+Dynamo's guards several times slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from autoshard.errors import StaleParameterError, UnsupportedError
+from autoshard.ops import logical  # noqa: F401  (registers the logical ops)
+from autoshard.runtime.accumulation import Accumulation
+
+
+def _as_traced(
+    module: nn.Module, name: str, layout: str, accumulation: Accumulation
+) -> Tensor | None:
+    """The expression that a trace finds in the place of a parameter."""
+    parameter = module._parameters[name]
+    if parameter is None:
+        return None
+    rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    shape = list(parameter.shape)
+    if accumulation.mode == "sync" or not parameter.requires_grad:
+        return torch.ops.autoshard.unshard(rows, shape, layout, "")
+    holders = module.__dict__["_autoshard_holders"]
+    if name not in holders:
+        return torch.ops.autoshard.unshard(rows, shape, layout, "")
+    if accumulation.mode == "hold":
+        full = torch.ops.autoshard.unshard(rows.detach(), shape, layout, "")
+        return torch.ops.autoshard.hold(full, holders[name])
+    full = torch.ops.autoshard.unshard(rows, shape, layout, "")
+    held = holders[name].grad
+    return full if held is None else torch.ops.autoshard.add_held(full, held)
+
+
+def _property(name: str, layout: str, accumulation: Accumulation) -> property:
+    def get(module: nn.Module) -> Tensor | None:
+        if torch.compiler.is_compiling() and not accumulation.gathered:
+            return _as_traced(module, name, layout, accumulation)
+        return module._parameters[name]
+
+    return property(get)
+
+
+def _cast_inputs(cls: type, compute: torch.dtype) -> Callable[..., Any]:
+    """A forward that takes floating inputs to the compute dtype, where the gathered parameters are in it."""
+
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(compute) if floating else value
+
+    inner = cls.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(cast, (args, kwargs))
+        return inner(self, *args, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def sharded_class(
+    cls: type,
+    layouts: tuple[tuple[str, str], ...],
+    compute: torch.dtype | None,
+    accumulation: Accumulation,
+) -> type:
+    """The subclass of `cls` whose parameters, (name, layout) each, a trace sees as `unshard`."""
+    body: dict[str, Any] = {
+        name: _property(name, layout, accumulation) for name, layout in layouts
+    }
+    body["_autoshard_original"] = cls
+    body["__module__"], body["__qualname__"] = cls.__module__, cls.__qualname__
+    body["__reduce_ex__"] = _refuse_pickle
+    if compute is not None and "forward" in dir(cls):
+        body["forward"] = _cast_inputs(cls, compute)
+    return type(cls.__name__, (cls,), body)
+
+
+def _refuse_pickle(module: nn.Module, protocol: int) -> Any:
+    raise UnsupportedError(
+        f"a sharded {type(module).__name__} cannot be pickled or deep-copied: its parameters are rows of "
+        "a job that is running. Save model.state_dict(), or copy it inside `with autoshard.gathered(model):`"
+    )
+
+
+class StaleParameter(nn.Parameter):
+    """What is left of a full parameter after sharding: empty, and loud when a loop still uses it."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        raise StaleParameterError(
+            "this parameter was sharded by autoshard and is empty now; a list made before the first call "
+            "still holds it. Take the parameters from model.parameters() again after the first call"
+        )
+
+    def __repr__(self, **_: Any) -> str:
+        return "StaleParameter(sharded by autoshard)"
+
+
+def retire(parameter: nn.Parameter) -> None:
+    """Marks a full parameter whose rows live elsewhere now; its storage has been freed."""
+    parameter.__class__ = StaleParameter

@@ -1,0 +1,183 @@
+"""Sharding in place: each parameter becomes a DTensor that holds this process's rows, rank 0's values."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from autoshard.dtypes import dtype_named
+from autoshard.ops.layout import Layout
+from autoshard.plan import ParameterGroup, Plan
+from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.parameters import retire, sharded_class
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one parameter's name lives in the model."""
+
+    module: nn.Module
+    attribute: str
+
+
+def places_of(model: nn.Module) -> dict[int, list[Place]]:
+    """All places of each parameter, by id: several if it is tied."""
+    found: dict[int, list[Place]] = defaultdict(list)
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                found[id(parameter)].append(Place(module, attribute))
+    return found
+
+
+class Sharder:
+    """Carries out a plan on a model, one parameter at a time, so that the peak is one parameter above.
+
+    `shard` yields (old, new) for each parameter and frees the old one's storage; tensors that share a
+    storage are freed with the last of them.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        self.model, self.plan, self.mesh = model, plan, mesh
+        self.accumulation = Accumulation()
+        self._submeshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._storages = Counter(p.untyped_storage().data_ptr() for p in model.parameters())
+
+    def shard(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Shards every parameter, then lets the modules show traces what they need."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        places = places_of(self.model)
+        parameters = [(p, names[id(p)], places[id(p)]) for p in self.model.parameters()]
+        shown: dict[nn.Module, dict[str, str]] = defaultdict(dict)
+        for parameter, name, where in parameters:
+            group = self.plan.group_of[name]
+            new = self._place(parameter, group)
+            for place in where:
+                place.module._parameters[place.attribute] = new
+                shown[place.module][place.attribute] = str(self.layout(group))
+            if new is not parameter:
+                yield parameter, new
+                self._free(parameter)
+            self._hold(group, new, where)
+        self._replicate_buffers()
+        self._show(shown)
+
+    def layout(self, group: ParameterGroup) -> Layout:
+        """How the parameters of a group travel."""
+        sharded = group.degrees.optimizer > 1
+        axes = [a for a, n in self.plan.axes if n > 1]
+        over = [a for a in axes if a == "shard"] if sharded else []
+        rest = [a for a in axes if a not in over]
+        return Layout(
+            group=self._group_name(over),
+            size=self.plan.shard_size if sharded else 1,
+            owners=group.ranks if sharded else (),
+            replicas=self._group_name(rest),
+            mean_over=self.plan.world,
+            compute=dtype_named(self.plan.compute) if self.plan.compute else None,
+            reduce=dtype_named(self.plan.reduce) if self.plan.reduce else None,
+        )
+
+    def _group_name(self, axes: list[str]) -> str:
+        """The process group over these mesh axes; "" over none."""
+        if not axes:
+            return ""
+        if len(axes) == len([n for _, n in self.plan.axes if n > 1]):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD.group_name
+        (axis,) = axes
+        return self.mesh.get_group(axis).group_name
+
+    def _place(self, parameter: nn.Parameter, group: ParameterGroup) -> nn.Parameter:
+        if not self.plan.sharded:
+            dist.broadcast(parameter.data, 0)
+            return parameter
+        if group.ranks and group.degrees.optimizer > 1:
+            local = self._on_submesh(parameter, group.ranks)
+        else:
+            local = distribute_tensor(parameter.data, self.mesh, self._placements(group))
+        new = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        new.__dict__.update(parameter.__dict__)
+        return new
+
+    def _placements(self, group: ParameterGroup) -> list[Placement]:
+        sharded = group.degrees.optimizer > 1
+        return [
+            Shard(0) if sharded and axis == "shard" else Replicate() for axis, _ in self.plan.axes
+        ]
+
+    def _on_submesh(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> DTensor:
+        """Rows on some processes only. The others hold a DTensor of the full shape with nothing in it."""
+        if ranks not in self._submeshes:
+            self._submeshes[ranks] = DeviceMesh(self.mesh.device_type, list(ranks))
+        mesh = self._submeshes[ranks]
+        dist.broadcast(parameter.data, 0)
+        rows = parameter.data.chunk(len(ranks))
+        at = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
+        mine = rows[at] if at is not None and at < len(rows) else parameter.data[:0]
+        return DTensor.from_local(
+            mine.clone(),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def _free(self, parameter: nn.Parameter) -> None:
+        key = parameter.untyped_storage().data_ptr()
+        self._storages[key] -= 1
+        if self._storages[key] == 0:
+            parameter.untyped_storage().resize_(0)
+        retire(parameter)
+
+    def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
+        if group.degrees.gradient > 1 or not new.requires_grad:
+            return
+        like = new.to_local() if isinstance(new, DTensor) else new
+        for place in where[:1]:
+            self.accumulation.add_holder(place.module, place.attribute, new.shape, like)
+        first = where[0]
+        holder = first.module.__dict__["_autoshard_holders"][first.attribute]
+        for place in where[1:]:
+            place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder
+
+    def _replicate_buffers(self) -> None:
+        if self.plan.buffers == "broadcast":
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
+        compute = dtype_named(self.plan.compute) if self.plan.compute else None
+        for module, layouts in shown.items():
+            module.__dict__.setdefault("_autoshard_holders", {})
+            module.__class__ = sharded_class(
+                type(module), tuple(layouts.items()), compute, self.accumulation
+            )
+
+
+def full_value(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter, on every process. A collective."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    full = parameter.detach().full_tensor()
+    if parameter.device_mesh.size() < dist.get_world_size():
+        return _from_owner(parameter, full)
+    return full
+
+
+def _from_owner(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """The value from a mesh that not all processes are in, for all of them."""
+    source = int(parameter.device_mesh.mesh.flatten()[0])
+    if dist.get_rank() not in parameter.device_mesh.mesh:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=full.device)
+    full = full.contiguous()
+    dist.broadcast(full, source)
+    return full

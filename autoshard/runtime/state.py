@@ -1,0 +1,108 @@
+"""ModelState: what a model that was sharded carries with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.errors import DivergenceError, UnsupportedError
+from autoshard.plan import Plan
+from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.processes import World
+from autoshard.runtime.shard import full_value, places_of
+
+ATTRIBUTE = "_autoshard_state"
+
+
+@dataclass(eq=False)
+class ModelState:
+    """One per model, found under `ATTRIBUTE` of the module that was compiled.
+
+    compiled: names of the parameters that some compiled graph holds. failed: why it cannot be used any more.
+    """
+
+    model: nn.Module
+    plan: Plan
+    world: World
+    mesh: DeviceMesh | None = None
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    compiled: set[str] = field(default_factory=set)
+    failed: str = ""
+
+    def names(self) -> dict[int, str]:
+        """The parameters' names by id, as of now."""
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def attach(self) -> None:
+        """Lets the model carry this, and load whole state dicts from here on."""
+        self.model.__dict__[ATTRIBUTE] = self
+        for module in self.model.modules():
+            if any(isinstance(p, DTensor) for p in module._parameters.values()):
+                module.register_load_state_dict_pre_hook(_scatter_loaded)
+
+    def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses a step on gradients that no compiled graph reduced: processes would drift apart."""
+        if self.plan.leaves_alone:
+            return
+        names = self.names()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = names.get(id(p))
+                if name and name not in self.compiled and p.grad is not None:
+                    raise DivergenceError(
+                        f"parameter {name!r} got a gradient outside of any graph that autoshard compiled, so "
+                        "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
+                    )
+
+
+def state_of(model: nn.Module) -> ModelState | None:
+    """The state that a model carries, compiled or not; None before its first call."""
+    original = getattr(model, "_orig_mod", model)
+    return original.__dict__.get(ATTRIBUTE)
+
+
+def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Plain full tensors of a loaded state dict become shards like the parameters that they go to."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, DTensor) or value is None or isinstance(value, DTensor):
+            continue
+        if value.shape == parameter.shape:
+            state_dict[prefix + name] = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements
+            )
+
+
+@contextlib.contextmanager
+def gathered(state: ModelState) -> Iterator[nn.Module]:
+    """The model with whole, plain parameters, for reading; see `autoshard.gathered`."""
+    swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+    for places in places_of(state.model).values():
+        shard = places[0].module._parameters[places[0].attribute]
+        assert shard is not None
+        if isinstance(shard, DTensor):
+            full = nn.Parameter(full_value(shard), requires_grad=False)
+            for place in places:
+                swapped.append((place.module._parameters, place.attribute, shard, full))
+                place.module._parameters[place.attribute] = full
+    versions = [full._version for *_, full in swapped]
+    state.accumulation.gathered = True
+    try:
+        yield state.model
+    finally:
+        state.accumulation.gathered = False
+        for parameters, name, shard, _ in swapped:
+            parameters[name] = shard
+    changed = [name for (_, name, _, full), v in zip(swapped, versions) if full._version != v]
+    if changed:
+        raise UnsupportedError(
+            f"parameters {changed} were written inside `gathered`; the writes are lost. Write to the shards, "
+            "or load a state dict"
+        )

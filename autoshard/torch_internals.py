@@ -1,0 +1,127 @@
+"""Every private torch name that autoshard uses, one small function or alias for each.
+
+Each entry says what it is for and on which versions it was seen. `tests/test_torch_internals.py`
+exercises every one of them alone, so that a torch release that moves a name fails there, clearly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
+from torch._dynamo.exc import (
+    ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
+    TensorifyScalarRestartAnalysis,  # seen: 2.11, 2.13; Dynamo lets it through from a backend and traces again
+)
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
+
+__all__ = [
+    "CustomPartitionerFn",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OptimizedModule",
+    "ThroughDynamo",
+    "broadcast_one_object",
+    "compile_with_inductor",
+    "default_store",
+    "emit_artifact",
+    "inner_inductor",
+    "input_position",
+    "restart_trace",
+    "suppressed_errors",
+    "tracing_is_reset",
+    "without_autograd_cache",
+]
+
+
+class ThroughDynamo(ShortenTraceback):
+    """An exception that a backend may raise and the user sees as it is, not as BackendCompilerFailed."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, first_useful_frame=None)
+
+
+def restart_trace(reason: str) -> None:
+    """Makes Dynamo trace the frame that it is compiling again, from its start. Never returns.
+
+    Only legal inside a backend call. The speculation log holds what the first trace found out about
+    graph breaks; it belongs to the module as it was, so it is cleared.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def suppressed_errors() -> bool:
+    """True if the user told Dynamo to run eagerly what fails to compile (never safe once sharded)."""
+    return bool(torch._dynamo.config.suppress_errors)
+
+
+def tracing_is_reset() -> None:
+    """Forgets all compiled code, as torch.compiler.reset does, and Dynamo's counters."""
+    torch._dynamo.reset()
+
+
+def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's compilation of one graph, after AOTAutograd: what `compile_fx` calls by default."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    inner: Callable[..., Any],
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """Inductor's whole pipeline with our partitioner (in `patches`) and our step before codegen (`inner`)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
+
+
+def input_position(placeholder: torch.fx.Node) -> int | None:
+    """Which input of the traced graph an input of AOTAutograd's graph is; None for tangents and the insides
+    of tensor subclasses (a DTensor is one input before and one or two after, by torch version).
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    described = placeholder.meta.get("desc")
+    return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+@contextlib.contextmanager
+def without_autograd_cache() -> Iterator[None]:
+    """AOTAutograd's cache would skip our passes on a warm start; Inductor's own cache stays on."""
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def broadcast_one_object(value: Any, device: torch.device) -> Any:
+    """Rank 0's value on every rank (pickled; small things only)."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0, device=device)
+    return box[0]
+
+
+def emit_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Puts a text into torch's structured trace (TORCH_TRACE, shown by tlparse). Free when that is off."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
+    )

@@ -1,0 +1,29 @@
+"""Amounts of memory, read and written."""
+
+from __future__ import annotations
+
+import re
+
+from autoshard.errors import ConfigError
+
+_SCALES = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+_SCALES |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "72GiB", "80GB", "1.5 GiB" or "123456". ConfigError on anything else."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _SCALES:
+        raise ConfigError(
+            f"memory_budget: {text!r} is no amount of memory; "
+            "legal: bytes, '72GiB', '80GB', or a share such as 0.9"
+        )
+    return int(float(match[1]) * _SCALES[match[2].upper()])
+
+
+def bytes_text(size: int) -> str:
+    """"1.25 GiB", "3.00 MiB", "12 B"."""
+    for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
