@@ -64,7 +64,7 @@ class Sharder:
                 shown[place.module][place.attribute] = str(self.layout(group))
             if new is not parameter:
                 yield parameter, new
-                self._free(parameter)
+                self._free(parameter, new)
             self._hold(group, new, where)
         self._replicate_buffers()
         self._show(shown)
@@ -131,11 +131,15 @@ class Sharder:
             stride=parameter.stride(),
         )
 
-    def _free(self, parameter: nn.Parameter) -> None:
-        key = parameter.untyped_storage().data_ptr()
-        self._storages[key] -= 1
-        if self._storages[key] == 0:
-            parameter.untyped_storage().resize_(0)
+    def _free(self, parameter: nn.Parameter, new: nn.Parameter) -> None:
+        """Frees the full storage, unless other parameters or the new one (if replicated) live in it."""
+        storage = parameter.untyped_storage()
+        local = new.data.to_local() if isinstance(new.data, DTensor) else new.data
+        if local.untyped_storage().data_ptr() == storage.data_ptr():
+            self._storages[storage.data_ptr()] += 1
+        self._storages[storage.data_ptr()] -= 1
+        if self._storages[storage.data_ptr()] == 0:
+            storage.resize_(0)
         retire(parameter)
 
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
