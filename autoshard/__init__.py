@@ -13,6 +13,8 @@ from autoshard.backend import Backend
 from autoshard.config import Config
 from autoshard.errors import AutoshardError
 from autoshard.plan import Degrees, ParameterGroup, Plan
+from autoshard.planning import plan
+from autoshard.report import Report
 from autoshard.runtime import state as _state
 from autoshard.version import __version__
 
@@ -22,11 +24,14 @@ __all__ = [
     "Degrees",
     "ParameterGroup",
     "Plan",
+    "Report",
     "__version__",
     "backend",
     "gathered",
     "no_sync",
+    "plan",
     "plan_of",
+    "report",
 ]
 
 
@@ -39,6 +44,14 @@ def plan_of(model: nn.Module) -> Plan | None:
     """The plan that a model trains by, compiled or not; None before its first call."""
     state = _state.state_of(model)
     return state.plan if state else None
+
+
+def report(model: nn.Module) -> Report:
+    """The plan of a model and what compiling it did; print it."""
+    state = _state_after_first_call(model, "report")
+    assert state.reporter is not None
+    made: Report = state.reporter(state)
+    return made
 
 
 def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:

@@ -8,6 +8,7 @@ one process alone.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -35,11 +36,13 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
+from autoshard.planning import budget_bytes
 from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState, state_of
-from autoshard.units import bytes_text, parse_bytes
+from autoshard.report import Report
+from autoshard.units import bytes_text
 from autoshard.version import __version__
 
 
@@ -54,9 +57,7 @@ class Backend:
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
 
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        if options:
-            return Backend(Config.from_options(options))(gm, inputs)
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         state = self._state_for(inputs)
         if state is None:
             model = find_owner(inputs)
@@ -79,6 +80,7 @@ class Backend:
         world = processes.join(device, timedelta(seconds=self.config.timeout))
         self._phases = Phases(shown=self.config.verbose and world.rank == 0)
         state = state_of(model) or FirstCall(self, model, gm, inputs, world).carry_out()
+        state.reporter = self.report
         self._states.append(state)
         if not state.plan.leaves_alone:
             torch_internals.restart_trace("autoshard sharded the parameters")
@@ -90,6 +92,16 @@ class Backend:
             pipeline = registry.pipeline_for(self.config.passes, self.config.disable_passes)
             self._manager = PassManager(pipeline, Dump.of(self.config.dump_dir, rank))
         return self._manager
+
+    def report(self, state: ModelState) -> Report:
+        """What was planned for a model, and what compiling it did."""
+        names = set(state.names().values())
+        return Report(
+            plan=state.plan,
+            compiled=len(state.compiled & names) / len(names) if names else 1.0,
+            phases=tuple(self._phases.seconds.items()),
+            passes=tuple(self._manager.history) if self._manager else (),
+        )
 
     def _compile(
         self, state: ModelState | None, gm: GraphModule, inputs: Sequence[Any]
@@ -115,6 +127,21 @@ class Backend:
             self._phases.warn("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
             self.config = self.config.replaced(codegen="eager")
         return self.config.codegen == "inductor"
+
+
+def registered(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The entry point of `torch.compile(model, backend="autoshard", options={...})`."""
+    return _backend_of(json.dumps(options, sort_keys=True, default=str), options)(gm, inputs)
+
+
+_registered: dict[str, Backend] = {}
+
+
+def _backend_of(key: str, options: dict[str, Any]) -> Backend:
+    """One backend for each set of options, so that a model's later graphs find its state."""
+    if key not in _registered:
+        _registered[key] = Backend(Config.from_options(options))
+    return _registered[key]
 
 
 def _buffers(state: ModelState | None, inputs: Sequence[Any]) -> frozenset[int]:
@@ -332,16 +359,3 @@ def local_topology(world: int, device: torch.device) -> Topology:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     kind = device_named_like(name) if device.type == "cuda" else DEVICES["cpu"]
     return Topology(max(1, world // per_node), min(per_node, world), kind)
-
-
-RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
-
-
-def budget_bytes(config: Config, free: int) -> int:
-    """Bytes a process may use: what the config says, or what is free less a reserve."""
-    budget = config.memory_budget
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    if isinstance(budget, float):
-        return int(free * budget)
-    return budget if budget is not None else int(free * (1 - RESERVE))

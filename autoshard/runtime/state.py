@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    compiled: names of the parameters that some compiled graph holds. failed: why it cannot be used any more.
+    reporter: makes the report of this. compiled: names of the parameters that some compiled graph holds. failed: why it cannot be used any more.
     """
 
     model: nn.Module
@@ -35,6 +35,7 @@ class ModelState:
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[str] = field(default_factory=set)
     failed: str = ""
+    reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
         """The parameters' names by id, as of now."""

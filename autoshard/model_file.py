@@ -1,0 +1,95 @@
+"""Models for the command line: from a Python file, or from a Hugging Face config."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import ModelFileError
+
+_PASTE = """
+def build():                                   # called under torch.device("meta"): costs no memory
+    model = MyModel()
+    inputs = (torch.zeros(8, 512, dtype=torch.long),)      # a tuple, or a dict of keywords
+    return model, inputs                       # or: return model, inputs, lambda ps: torch.optim.AdamW(ps)
+"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model on the meta device, what it is called with, and how its optimizer is made, if known."""
+
+    model: nn.Module
+    example_inputs: Any
+    optimizer_factory: Callable[[Any], torch.optim.Optimizer] | None = None
+
+
+def from_file(spec: str) -> Candidate:
+    """The model of "model.py" or "model.py:NAME"; ModelFileError shows what to paste."""
+    path, _, name = spec.partition(":")
+    module = _import(Path(path))
+    build = getattr(module, name or "build", None)
+    if not callable(build):
+        legal = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ModelFileError(
+            f"{path} has no function {name or 'build'!r} (it has: {', '.join(legal) or 'none'}); paste this into it:\n{_PASTE}"
+        )
+    with torch.device("meta"):
+        return _checked(path, build())
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ModelFileError(f"{str(path)!r} is no Python file; legal: model.py or model.py:NAME")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelFileError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _checked(path: str, built: Any) -> Candidate:
+    if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
+        raise ModelFileError(
+            f"build() in {path} returned {type(built).__name__}; legal: (model, example_inputs) or "
+            f"(model, example_inputs, optimizer_factory):\n{_PASTE}"
+        )
+    return Candidate(*built)
+
+
+def from_hf(path: str, batch: int, seq: int) -> Candidate:
+    """The causal language model, or else the base model, of a config.json or the folder it is in."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelFileError("--hf needs transformers; install autoshard[hf]") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"--hf: {path!r} is no Hugging Face config: {error}") from error
+    config.use_cache = False
+    with torch.device("meta"):
+        model = _hf_model(transformers, config)
+        ids = torch.zeros(batch, seq, dtype=torch.long)
+    return Candidate(model, {"input_ids": ids, "labels": ids})
+
+
+def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ModelFileError(
+            f"--hf: {config.model_type!r} is no causal language model ({error}); write a model.py instead"
+        ) from error

@@ -1,0 +1,49 @@
+"""Making a plan without processes: for `autoshard.plan` and the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autoshard.capture import capture
+from autoshard.config import Config
+from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.plan import Plan
+from autoshard.units import parse_bytes
+
+RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
+HERE = Topology(1, 1, DEVICES["cpu"])
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    config: Config | None = None,
+    topology: Topology = HERE,
+    optimizer_states: int | None = None,
+) -> Plan:
+    """The plan for training `model` on a cluster, from its graph alone; nothing runs, nothing is allocated.
+
+    example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
+    optimizer_states: numbers of the parameter's size that the optimizer keeps; None: by config.optimizer.
+    Raises BudgetError if nothing fits, ConfigError if the mesh does not.
+    """
+    config = config or Config()
+    where = Circumstances(
+        topology, budget_bytes(config, topology.device.memory or None), optimizer_states
+    )
+    return make_plan(capture(model, example_inputs), config, where)
+
+
+def budget_bytes(config: Config, free: int | None) -> int | None:
+    """Bytes a process may use: what the config says, or what is free less a reserve; None without a limit."""
+    budget = config.memory_budget
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if isinstance(budget, int):
+        return budget
+    if free is None:
+        return None
+    return int(free * (budget if budget is not None else 1 - RESERVE))

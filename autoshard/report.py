@@ -1,0 +1,156 @@
+"""Plans and runs as tables for people, 80 columns wide."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.passes.manager import PassRun
+from autoshard.plan import ParameterGroup, Plan
+from autoshard.units import bytes_text
+
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a model does and did; `str` and `print` give the tables.
+
+    compiled: share of the model's parameters that some compiled graph holds. phases: seconds by name.
+    """
+
+    plan: Plan
+    compiled: float = 1.0
+    phases: tuple[tuple[str, float], ...] = ()
+    passes: tuple[PassRun, ...] = ()
+
+    def __str__(self) -> str:
+        return rendered([*plan_tables(self.plan), *self._run_tables()])
+
+    def _run_tables(self) -> list[RenderableType]:
+        lines: list[RenderableType] = [
+            Text(f"Parameters in compiled graphs: {self.compiled:.1%}", style="bold")
+        ]
+        if self.phases:
+            spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases)
+            lines.append(Text(f"First step: {spent}"))
+        if self.passes:
+            lines.append(_passes_table(self.passes))
+        return lines
+
+
+def _passes_table(passes: Sequence[PassRun]) -> Table:
+    table = Table(title="Passes", title_justify="left", box=None, pad_edge=False)
+    for column in ("pass", "graph", "ms", "ops changed"):
+        table.add_column(column, justify="right" if column == "ms" else "left")
+    for run in passes:
+        changed = ", ".join(f"{n:+d} {op.split('.')[1] if '.' in op else op}" for op, n in run.changed.items())
+        table.add_row(run.name, run.phase, f"{run.seconds * 1e3:.1f}", changed or "-")
+    return table
+
+
+def rendered(parts: Sequence[RenderableType], width: int = WIDTH) -> str:
+    """The parts as plain text, no line wider than `width`."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, color_system=None)
+    for part in parts:
+        console.print(part)
+    return out.getvalue().rstrip("\n")
+
+
+def plan_tables(plan: Plan) -> list[RenderableType]:
+    """The tables of a plan, for a console."""
+    return [
+        Text(_headline(plan), style="bold"),
+        Text(""),
+        _groups_table(plan),
+        Text(""),
+        _memory_table(plan),
+        Text(""),
+        *_traffic_part(plan),
+        *_why(plan),
+    ]
+
+
+def _headline(plan: Plan) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in plan.axes)
+    stages = sorted({g.degrees.stage for g in plan.groups if g.degrees.optimizer > 1})
+    stage = "plain data parallel" if not stages else "ZeRO-" + "/".join(map(str, stages))
+    if plan.leaves_alone:
+        stage = "one process, left alone"
+    precision = f", {plan.compute} compute" if plan.compute else ""
+    return f"Plan {plan.hash}: {plan.world} processes ({axes}), {stage}{precision}"
+
+
+def _groups_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("parameter group", overflow="fold")
+    for column in ("x", "tensors", "degrees p/g/o"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in _folded(plan.groups):
+        first = run[0]
+        where = f" on ranks {','.join(map(str, first.ranks))}" if first.ranks else ""
+        table.add_row(
+            _run_name(run) + where, str(len(run)), str(len(first.parameters)), str(first.degrees)
+        )
+    return table
+
+
+def _folded(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
+    """Runs of groups that are equal but for the numbers in their names."""
+
+    def key(group: ParameterGroup) -> tuple[object, ...]:
+        shape = re.sub(r"\d+", "*", group.name)
+        return shape, len(group.parameters), group.degrees, group.ranks
+
+    return [list(run) for _, run in itertools.groupby(groups, key=key)]
+
+
+def _run_name(run: Sequence[ParameterGroup]) -> str:
+    if len(run) == 1:
+        return run[0].name
+    first, last = re.findall(r"\d+", run[0].name)[-1], re.findall(r"\d+", run[-1].name)[-1]
+    return re.sub(r"\d+(?!.*\d)", f"{{{first}..{last}}}", run[0].name)
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(title="Memory a process", title_justify="left", box=None, pad_edge=False)
+    table.add_column("category")
+    table.add_column("bytes", justify="right")
+    for category, size in plan.predicted.memory.items():
+        table.add_row(category, bytes_text(size))
+    table.add_row("known so far", bytes_text(plan.predicted.state_bytes), style="bold")
+    for unknown in plan.predicted.unknown:
+        if unknown in ("activations", "temporaries"):
+            table.add_row(unknown, "not modelled")
+    return table
+
+
+def _traffic_part(plan: Plan) -> list[RenderableType]:
+    if not plan.predicted.traffic:
+        return [Text("No communication.")]
+    table = Table(title="Collectives a step", title_justify="left", box=None, pad_edge=False)
+    for column in ("collective", "in"):
+        table.add_column(column)
+    for column in ("messages", "bytes sent", "wire time"):
+        table.add_column(column, justify="right")
+    for t in plan.predicted.traffic:
+        table.add_row(
+            t.collective, t.phase, str(t.messages), bytes_text(t.bytes), f"{t.seconds * 1e3:.2f} ms"
+        )
+    unmodelled = [u for u in plan.predicted.unknown if u not in ("activations", "temporaries")]
+    return [table, Text(f"Not modelled yet: {', '.join(unmodelled)}.", style="dim")]
+
+
+def _why(plan: Plan) -> list[RenderableType]:
+    lines = [Text("")] + [Text(f"- {reason}") for reason in plan.why]
+    if plan.covered < 1:
+        lines.append(Text(f"- the captured graph holds {plan.covered:.1%} of the parameters' elements"))
+    return list(lines)

@@ -1,0 +1,126 @@
+"""The systems that are compared: each function makes the reference model train by one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import reference
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Optimizer
+
+
+class Contender(NamedTuple):
+    """A model that trains. step: one whole training step on some tokens; returns its loss."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: Callable[[Tensor], Tensor]
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=reference.LEARNING_RATE)
+
+
+def _ordinary(model: nn.Module, optimizer: Optimizer | None = None) -> Contender:
+    """The training loop that everyone writes."""
+    optimizer = optimizer or _optimizer(model)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        clip_grad_norm_(model.parameters(), reference.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Contender(model, optimizer, step)
+
+
+def compute() -> Contender:
+    """Every process by itself: what a step costs without communication. Trains something else."""
+    return _ordinary(torch.compile(reference.build_model()))
+
+
+def ddp(compiled: bool = False) -> Contender:
+    """DistributedDataParallel at its defaults."""
+    model = DistributedDataParallel(reference.build_model())
+    optimizer = _optimizer(model)
+    return _ordinary(torch.compile(model) if compiled else model, optimizer)
+
+
+def fsdp2(compiled: bool = False) -> Contender:
+    """fully_shard on each decoder block and on the rest, at its defaults; blocks compiled one by one."""
+    model: Any = reference.build_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for i, block in enumerate(model.model.layers):
+        if compiled:
+            model.model.layers[i] = torch.compile(block)
+        fully_shard(model.model.layers[i], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _ordinary(model)
+
+
+def deepspeed_zero(stage: int) -> Contender:
+    """DeepSpeed's engine on its CPU accelerator."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    model = reference.build_model()
+    config = {
+        "train_micro_batch_size_per_gpu": reference.BATCH,
+        "gradient_clipping": reference.CLIP,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Contender(engine, optimizer, step)
+
+
+def autoshard_zero(stage: Literal[0, 1, 2, 3, "auto"]) -> Contender:
+    """This project, with the stage given or decided."""
+    import autoshard
+
+    model = reference.build_model()
+    backend = autoshard.backend(autoshard.Config(zero=stage, verbose=False))
+    return _ordinary(torch.compile(model, backend=backend))
+
+
+CONTENDERS: dict[str, Callable[[], Contender]] = {
+    "compute": compute,
+    "ddp": ddp,
+    "ddp_compiled": partial(ddp, compiled=True),
+    "fsdp2": fsdp2,
+    "fsdp2_compiled": partial(fsdp2, compiled=True),
+    "deepspeed_zero1": partial(deepspeed_zero, 1),
+    "deepspeed_zero3": partial(deepspeed_zero, 3),
+    "autoshard0": partial(autoshard_zero, 0),
+    "autoshard1": partial(autoshard_zero, 1),
+    "autoshard2": partial(autoshard_zero, 2),
+    "autoshard3": partial(autoshard_zero, 3),
+    "autoshard_auto": partial(autoshard_zero, "auto"),
+}
+
+
+def why_absent(name: str) -> str:
+    """Why a contender cannot be run here; "" if it can."""
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    return ""

@@ -1,0 +1,213 @@
+"""One process of a measurement; started on every host by run.py, or by any launcher with torchrun's variables.
+
+    worker.py ddp,autoshard0 --steps 15 --out steps.json           # step times, contenders side by side
+    worker.py autoshard0 --memory --out memory.json                # peak memory and first step, one contender
+
+[Note: Side by side] All contenders live in one process group and take turns, one step each a round. So noise of
+the machine and of the network hits all alike, and the ratio of two steps of the same round means something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import contenders  # noqa: E402
+import reference  # noqa: E402
+
+WARM_UP = 3  # the first step compiles, the second may rebuild buckets or recompile, the third settles caches
+EXIT_SECONDS = 0.5
+
+
+@dataclass
+class Measured:
+    """What was measured of one contender. Seconds and bytes are those of the worst rank, loss is the mean.
+
+    peak: held + the most that a step has allocated on top. held: what is there between two steps.
+    """
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    first_step: float | None = None
+    held: int | None = None
+    peak: int | None = None
+
+
+def measure_steps(names: Sequence[str], rounds: int) -> list[Measured]:
+    """`rounds` timed steps of each contender after the warm-up, taking turns. See [Note: Side by side]."""
+    runs = [(Measured(name), contenders.CONTENDERS[name]()) for name in names]
+    for number in range(WARM_UP + rounds):
+        if number == WARM_UP:
+            _quiet_collector()
+        tokens = reference.batch(number, dist.get_rank())
+        for measured, contender in runs:
+            seconds, loss = _timed(contender, tokens)
+            measured.losses.append(loss)
+            if number >= WARM_UP:
+                measured.seconds.append(seconds)
+    for measured, _ in runs:
+        measured.seconds = _over_ranks(measured.seconds, dist.ReduceOp.MAX)
+        measured.losses = _mean_over_ranks(measured.losses)
+    return [measured for measured, _ in runs]
+
+
+def _quiet_collector() -> None:
+    """Keeps full garbage collections from walking all contenders' heaps, which no real job would hold at once."""
+    gc.collect()
+    gc.freeze()
+
+
+def _timed(contender: contenders.Contender, tokens: Tensor) -> tuple[float, float]:
+    """The seconds of one step from the moment that all ranks are ready, and its loss."""
+    dist.barrier()
+    start = time.perf_counter()
+    loss = contender.step(tokens)
+    return time.perf_counter() - start, float(loss)
+
+
+def measure_memory(name: str) -> Measured:
+    """Peak bytes of a step, and seconds from nothing to the end of the first step; takes a fresh process."""
+    measured = Measured(name)
+    dist.barrier()
+    start = time.perf_counter()
+    contender = contenders.CONTENDERS[name]()
+    for number in range(WARM_UP):
+        loss = contender.step(reference.batch(number, dist.get_rank()))
+        measured.losses.append(float(loss))
+        if number == 0:
+            measured.first_step = time.perf_counter() - start
+    del loss
+    held = held_bytes(contender)
+    held_and_grown = held + step_growth(contender, reference.batch(WARM_UP, dist.get_rank()))
+    first, held, peak = _over_ranks([measured.first_step, held, held_and_grown], dist.ReduceOp.MAX)
+    measured.first_step, measured.held, measured.peak = first, int(held), int(peak)
+    measured.losses = _mean_over_ranks(measured.losses)
+    return measured
+
+
+def held_bytes(contender: contenders.Contender) -> int:
+    """Bytes of all storages that are alive between steps: state, and whatever buffers a system keeps for itself.
+
+    All tensors that Python knows of, rather than those of the model and its optimizer, because flat buffers
+    and copies that a system keeps elsewhere are memory too.
+    """
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and _has_bytes(thing):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) + _ddp_buckets(contender)
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """True for tensors with memory of their own: a DTensor's is its local tensor's; fake tensors have none."""
+    if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
+        return False
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not torch._is_functional_tensor(tensor)
+
+
+def _ddp_buckets(contender: contenders.Contender) -> int:
+    """DDP's reducer keeps its flat buckets in C++, where no tensor of Python shows them."""
+    model: Any = getattr(contender.model, "_orig_mod", contender.model)
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    logged = model._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return sum(int(size) for size in str(sizes).split(","))
+
+
+def step_growth(contender: contenders.Contender, tokens: Tensor) -> int:
+    """The most bytes by which one step goes above where it started, from the allocator's own events."""
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        contender.step(tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    memory = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    if not memory:
+        raise RuntimeError("the profiler recorded no memory events")
+    now = peak = 0
+    for event in sorted(memory, key=lambda e: float(e["ts"])):
+        now += int(event["args"]["Bytes"])
+        peak = max(peak, now)
+    return peak
+
+
+def _over_ranks(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    together = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(together, how)
+    return together.tolist()
+
+
+def _mean_over_ranks(values: Sequence[float]) -> list[float]:
+    return [v / dist.get_world_size() for v in _over_ranks(values, dist.ReduceOp.SUM)]
+
+
+def _start(caches: Path | None) -> None:
+    """Joins the group. Each rank has compile caches of its own, as hosts have."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # One code object is compiled once for every contender here; a job has one.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    if caches is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches / f"rank{os.environ['RANK']}")
+    dist.init_process_group("gloo")
+
+
+def _report(results: Sequence[Measured], out: Path) -> None:
+    """Rank 0 writes the results and prints a line each."""
+    if dist.get_rank() != 0:
+        return
+    out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    for r in results:
+        seconds = f"{statistics.median(r.seconds):.4f} s a step" if r.seconds else f"{r.peak} bytes at the peak"
+        print(f"{r.name}: {seconds}, last loss {r.losses[-1]:.5f}", flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("contenders", help=f"of {', '.join(contenders.CONTENDERS)}; with commas between")
+    parser.add_argument("--steps", type=int, default=15, help="timed rounds, after the warm-up")
+    parser.add_argument("--memory", action="store_true", help="peak memory of one contender instead")
+    parser.add_argument("--caches", type=Path, help="folder for compile caches; empty for a cold first step")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file that rank 0 writes")
+    asked = parser.parse_args()
+    names = asked.contenders.split(",")
+    if asked.memory and len(names) != 1:
+        parser.error("--memory takes one contender: another one's tensors would be counted")
+    _start(asked.caches)
+    results = [measure_memory(names[0])] if asked.memory else measure_steps(names, asked.steps)
+    _report(results, asked.out)
+    dist.barrier()
+    sys.stdout.flush()
+    # gloo's threads may still hold Python objects of the last work; leave them time before the teardown
+    time.sleep(EXIT_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
