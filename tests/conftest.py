@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from tests.cluster import Cluster
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the whole matrix (make test-all)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    kept = [i for i in items if "full" not in i.keywords]
+    config.hook.pytest_deselected(items=[i for i in items if "full" in i.keywords])
+    items[:] = kept
+
+
+def _cluster(world: int) -> Iterator[Cluster]:
+    cluster = Cluster(world)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Cluster]:
+    yield from _cluster(2)
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Cluster]:
+    yield from _cluster(3)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Cluster]:
+    yield from _cluster(4)
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    """The cluster of the size given by an indirect parameter."""
+    name = {2: "two", 3: "three", 4: "four"}[request.param]
+    found: Cluster = request.getfixturevalue(name)
+    return found

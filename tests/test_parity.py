@@ -1,0 +1,47 @@
+"""Every model, every stage: losses, gradients, norm, parameters and buffers against the unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+
+import autoshard
+from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import measure
+
+TOLERANCE = 1e-4
+STAGES = (0, 1, 2, 3)
+
+
+def _config(zero: int, codegen: str) -> autoshard.Config:
+    return autoshard.Config(zero=zero, codegen=codegen, replicate_below=0, timeout=60, verbose=False)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes(two: Cluster, name: str, zero: int) -> None:
+    for distance in two.run(measure, name, _config(zero, "eager")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("name", ["llama", "odd", "conv"])
+def test_three_processes(three: Cluster, name: str, zero: int) -> None:
+    for distance in three.run(measure, name, _config(zero, "eager")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize(("zero", "name"), [(0, "odd"), (1, "attention"), (2, "conv"), (3, "gpt2")])
+def test_inductor(two: Cluster, name: str, zero: int) -> None:
+    for distance in two.run(measure, name, _config(zero, "inductor")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cluster", [2, 3, 4], indirect=True)
+def test_whole_matrix(cluster: Cluster, name: str, codegen: str, zero: int) -> None:
+    for distance in cluster.run(measure, name, _config(zero, codegen)):
+        assert distance.worst <= TOLERANCE, distance
