@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from autoshard.backend import Backend
+from autoshard.compiler import Backend
 from autoshard.config import Config
 from autoshard.errors import AutoshardError
 from autoshard.plan import Degrees, ParameterGroup, Plan

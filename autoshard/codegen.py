@@ -67,9 +67,10 @@ class Compilation:
                 phase = "inference"
             elif kwargs.get("is_backward"):
                 phase = "backward"
-            return torch_internals.inner_inductor(
+            compiled = torch_internals.inner_inductor(
                 self._split(graph, phase), graph_inputs, **kwargs
             )
+            return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
 
         identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec}"
         patches = {

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from autoshard.errors import UnsupportedError
 
@@ -72,7 +73,7 @@ def take_inventory(model: nn.Module, used_in_order: Iterable[nn.Parameter]) -> I
 
 
 def _info(name: str, parameter: nn.Parameter, used: bool) -> ParameterInfo:
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, UninitializedParameter):
         raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterInfo(
@@ -82,4 +83,4 @@ def _info(name: str, parameter: nn.Parameter, used: bool) -> ParameterInfo:
 
 def floating(dtype: str) -> bool:
     """True if a dtype of this name has gradients."""
-    return getattr(torch, dtype).is_floating_point
+    return bool(getattr(torch, dtype).is_floating_point)

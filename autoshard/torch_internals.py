@@ -28,16 +28,15 @@ __all__ = [
     "FakeTensorMode",
     "OptimizedModule",
     "ThroughDynamo",
-    "broadcast_one_object",
     "compile_with_inductor",
-    "default_store",
-    "emit_artifact",
+        "emit_artifact",
     "inner_inductor",
     "input_position",
+    "job_store",
     "restart_trace",
     "suppressed_errors",
-    "tracing_is_reset",
     "without_autograd_cache",
+    "wrap_compiled",
 ]
 
 
@@ -63,16 +62,17 @@ def suppressed_errors() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
-def tracing_is_reset() -> None:
-    """Forgets all compiled code, as torch.compiler.reset does, and Dynamo's counters."""
-    torch._dynamo.reset()
-
-
 def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's compilation of one graph, after AOTAutograd: what `compile_fx` calls by default."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def wrap_compiled(compiled: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Puts a wrapper around what a graph compiled by `inner_inductor` runs (its cached form is unaffected)."""
+    compiled.current_callable = wrapper(compiled.current_callable)
+    return compiled
 
 
 def compile_with_inductor(
@@ -84,7 +84,8 @@ def compile_with_inductor(
     """Inductor's whole pipeline with our partitioner (in `patches`) and our step before codegen (`inner`)."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)  # type: ignore[no-any-return]
+    run: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    return run  # type: ignore[no-any-return]
 
 
 def input_position(placeholder: torch.fx.Node) -> int | None:
@@ -104,23 +105,16 @@ def without_autograd_cache() -> Iterator[None]:
         yield
 
 
-def default_store() -> torch.distributed.Store:
-    """The key-value store of the default process group."""
-    from torch.distributed.distributed_c10d import _get_default_store
+def job_store(prefix: str) -> Any:
+    """The key-value store of the default process group (torch.distributed.Store), keys under `prefix`."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    return _get_default_store()
-
-
-def broadcast_one_object(value: Any, device: torch.device) -> Any:
-    """Rank 0's value on every rank (pickled; small things only)."""
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=0, device=device)
-    return box[0]
+    return PrefixStore(prefix, _get_default_store())
 
 
 def emit_artifact(name: str, payload: Callable[[], str]) -> None:
     """Puts a text into torch's structured trace (TORCH_TRACE, shown by tlparse). Free when that is off."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload

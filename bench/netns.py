@@ -27,6 +27,7 @@ BURST = "256kb"
 QUEUE = "100ms"
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0
+TIMED_OUT = 124
 
 
 class NetworkError(RuntimeError):
@@ -159,7 +160,7 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float
         if failed or None not in codes:
             return failed[0] if failed else 0
         time.sleep(POLL_SECONDS)
-    return 124
+    return TIMED_OUT
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -124,7 +124,11 @@ def _has_bytes(tensor: Tensor) -> bool:
     """True for tensors with memory of their own: a DTensor's is its local tensor's; fake tensors have none."""
     if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
         return False
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not torch._is_functional_tensor(tensor)
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not torch._is_functional_tensor(tensor)
+    )
 
 
 def _ddp_buckets(contender: contenders.Contender) -> int:
@@ -183,7 +187,9 @@ def _report(results: Sequence[Measured], out: Path) -> None:
         return
     out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
     for r in results:
-        seconds = f"{statistics.median(r.seconds):.4f} s a step" if r.seconds else f"{r.peak} bytes at the peak"
+        seconds = (
+            f"{statistics.median(r.seconds):.4f} s a step" if r.seconds else f"{r.peak} bytes at the peak"
+        )
         print(f"{r.name}: {seconds}, last loss {r.losses[-1]:.5f}", flush=True)
 
 

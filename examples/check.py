@@ -41,10 +41,14 @@ def losses_of_one_process(
     return losses
 
 
+def processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
 def compare(losses: Sequence[float], reference: Sequence[float], world: int, console: Console) -> bool:
     """Shows both curves at a few steps and says whether they are the same and learning happened."""
     differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference)]
-    table = Table("step", f"{world} processes", "1 process", "difference", title="Loss")
+    table = Table("step", f"autoshard, {processes(world)}", "PyTorch, 1 process", "difference", title="Loss")
     for step in sorted({0, *range(9, len(losses), 10), len(losses) - 1}):
         row = f"{losses[step]:.6f}", f"{reference[step]:.6f}", f"{differences[step]:.1e}"
         table.add_row(str(step + 1), *row)
@@ -52,8 +56,8 @@ def compare(losses: Sequence[float], reference: Sequence[float], world: int, con
 
     worst, fell = max(differences), 1 - losses[-1] / losses[0]
     same, learned = worst <= TOLERANCE, fell >= MUST_FALL
-    verdict = "[bold green]same losses as one process[/]" if same else "[bold red]not the losses of one process[/]"
-    console.print(f"{verdict}: largest relative difference {worst:.1e}, allowed {TOLERANCE:g}")
-    colour = "green" if learned else "red"
-    console.print(f"[bold {colour}]loss fell by {fell:.0%}[/]: {losses[0]:.3f} to {losses[-1]:.3f}")
+    verdict = "[bold green]same losses as one process" if same else "[bold red]not the losses of one process"
+    console.print(f"{verdict}[/]: largest relative difference {worst:.1e}, allowed {TOLERANCE:g}")
+    verdict = "[bold green]loss fell" if learned else f"[bold red]loss did not fall by {MUST_FALL:.0%}"
+    console.print(f"{verdict}[/]: {losses[0]:.3f} to {losses[-1]:.3f}, {fell:.0%} less")
     return same and learned

@@ -12,8 +12,8 @@ from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.passes.group_parameters import group_parameters
-from autoshard.units import bytes_text
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
+from autoshard.units import bytes_text
 
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
@@ -75,7 +75,7 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
     """Fails if no plan fits; a stage that the user pinned is held to a budget only if one was said."""
     if where.budget is None or (config.zero != "auto" and config.memory_budget is None):
         return
-    least = min(plans, key=lambda p: p.predicted.state_bytes)
+    least = min(reversed(plans), key=lambda p: p.predicted.state_bytes)
     short = least.predicted.state_bytes - where.budget
     if short <= 0:
         return

@@ -22,7 +22,7 @@ class Regather:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         for node in graphs.calls(gm, graphs.UNSHARD):
-            degrees = context.plan.group_of[node.args[3]].degrees
+            degrees = context.plan.group_of[str(node.args[3])].degrees
             # A whole parameter is an input of both graphs: "recomputing" it is taking it again.
             if degrees.parameter > 1 or degrees.optimizer == 1:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from autoshard import torch_internals
+from autoshard import errors, torch_internals
 from autoshard.errors import AutoshardError, DisagreementError
 from autoshard.runtime.processes import World
 
@@ -28,14 +26,14 @@ class Agreement:
     """One agreement; `topic` must be the same on all processes and new for each."""
 
     def __init__(self, world: World, topic: str, timeout: float, warn: Callable[[str], None]) -> None:
-        self._store = dist.PrefixStore(f"autoshard/{topic}", torch_internals.default_store())
+        self._store = torch_internals.job_store(f"autoshard/{topic}")
         self._world, self._timeout, self._warn = world, timeout, warn
 
     def reach(self, statement: Statement, decide: Callable[[list[Statement]], str]) -> str:
         """What rank 0 decided from all statements. Keys that start with "_" need not be equal.
 
         Raises DisagreementError on every process, naming rank and field; an error of `decide` is raised on
-        rank 0 as it is and on the others by its text.
+        all of them.
         """
         rank = self._world.rank
         self._put(str(rank), json.dumps(statement))
@@ -43,7 +41,7 @@ class Agreement:
             return self._lead(decide)
         verdict = json.loads(self._wait("verdict", f"the plan of rank 0 (this is rank {rank})", [0]))
         if "error" in verdict:
-            raise DisagreementError(verdict["error"])
+            raise getattr(errors, verdict["kind"])(verdict["error"])
         return str(verdict["plan"])
 
     def _lead(self, decide: Callable[[list[Statement]], str]) -> str:
@@ -52,7 +50,7 @@ class Agreement:
             _compare(statements)
             plan = decide(statements)
         except AutoshardError as error:
-            self._put("verdict", json.dumps({"error": str(error)}))
+            self._put("verdict", json.dumps({"error": str(error), "kind": type(error).__name__}))
             raise
         self._put("verdict", json.dumps({"plan": plan}))
         return plan

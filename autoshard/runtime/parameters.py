@@ -103,12 +103,13 @@ class StaleParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Raises: nothing ever arrives here."""
         raise StaleParameterError(
             "this parameter was sharded by autoshard and is empty now; a list made before the first call "
             "still holds it. Take the parameters from model.parameters() again after the first call"
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "StaleParameter(sharded by autoshard)"
 
 

@@ -59,6 +59,12 @@ def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMes
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
+def name_of_everyone() -> str:
+    """The c10d name of the group of all processes; "" without one."""
+    everyone = dist.group.WORLD if dist.is_initialized() else None
+    return everyone.group_name if everyone is not None else ""
+
+
 _ending = False
 
 
@@ -90,7 +96,7 @@ def _end() -> None:
 
 def _wait_for_everyone(seconds: float = 10.0) -> None:
     """A barrier through the store, so that a process that is gone costs seconds and not the timeout."""
-    store = dist.PrefixStore("autoshard/exit", torch_internals.default_store())
+    store = torch_internals.job_store("autoshard/exit")
     with contextlib.suppress(RuntimeError):  # the host of the store may be gone: that too is an end
         store.set(str(dist.get_rank()), "done")
         store.wait([str(r) for r in range(dist.get_world_size())], timedelta(seconds=seconds))

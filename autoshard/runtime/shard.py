@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from autoshard.ops.layout import Layout
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.parameters import retire, sharded_class
+from autoshard.runtime.processes import name_of_everyone
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,7 @@ class Sharder:
         if not axes:
             return ""
         if len(axes) == len([n for _, n in self.plan.axes if n > 1]):
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD.group_name
+            return name_of_everyone()
         (axis,) = axes
         return self.mesh.get_group(axis).group_name
 
@@ -162,8 +163,9 @@ class Sharder:
         compute = dtype_named(self.plan.compute) if self.plan.compute else None
         for module, layouts in shown.items():
             module.__dict__.setdefault("_autoshard_holders", {})
+            cls: Any = type(module)
             module.__class__ = sharded_class(
-                type(module), tuple(layouts.items()), compute, self.accumulation
+                cls, tuple(layouts.items()), compute, self.accumulation
             )
 
 
@@ -171,7 +173,7 @@ def full_value(parameter: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter, on every process. A collective."""
     if not isinstance(parameter, DTensor):
         return parameter.detach()
-    full = parameter.detach().full_tensor()
+    full: torch.Tensor = DTensor.full_tensor(parameter.detach())  # type: ignore[arg-type]
     if parameter.device_mesh.size() < dist.get_world_size():
         return _from_owner(parameter, full)
     return full

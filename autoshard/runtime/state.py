@@ -25,7 +25,7 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    reporter: makes the report of this. compiled: names of the parameters that some compiled graph holds. failed: why it cannot be used any more.
+    reporter: makes the report of this. compiled: names of the parameters that some compiled graph holds.
     """
 
     model: nn.Module
@@ -34,7 +34,6 @@ class ModelState:
     mesh: DeviceMesh | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[str] = field(default_factory=set)
-    failed: str = ""
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
@@ -61,6 +60,16 @@ class ModelState:
                         f"parameter {name!r} got a gradient outside of any graph that autoshard compiled, so "
                         "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
                     )
+
+
+def make_unusable(model: nn.Module, error: Exception) -> None:
+    """Every further call of the model raises `error`: it is half sharded."""
+
+    @torch.compiler.disable
+    def refuse(*_: Any) -> None:
+        raise error
+
+    model.register_forward_pre_hook(refuse)
 
 
 def state_of(model: nn.Module) -> ModelState | None:

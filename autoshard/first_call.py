@@ -1,21 +1,14 @@
-"""The backend that torch.compile calls: the first time with whole parameters, then with shards.
-
-[Note: The first call] The first graph of a model is only read: an inventory, an agreement of all processes,
-a plan. Then the model is sharded in place and the trace starts again, on shards; that graph, and all later
-ones, are compiled. After the agreement nothing in compilation communicates, because recompiles may happen on
-one process alone.
-"""
+"""The first call: inventory, agreement, plan, shard; all that lies before the trace starts again."""
 
 from __future__ import annotations
 
-import json
+import itertools
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,129 +17,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
-from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
-from autoshard.errors import AutoshardError, ShardingError, UnsupportedError
+from autoshard.errors import PlanError, ShardingError, UnsupportedError
 from autoshard.inventory import Inventory, take_inventory
-from autoshard.passes import registry
-from autoshard.passes.base import Context
 from autoshard.passes.choose_zero import Circumstances, make_plan
-from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.planning import budget_bytes
 from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.shard import Sharder
-from autoshard.runtime.state import ModelState, state_of
-from autoshard.report import Report
+from autoshard.runtime.state import ModelState, make_unusable
 from autoshard.units import bytes_text
 from autoshard.version import __version__
-
-
-class Backend:
-    """A backend for torch.compile, one for each model or shared by several; see `autoshard.backend`."""
-
-    __name__ = "autoshard"
-
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Config()
-        self._states: list[ModelState] = []
-        self._manager: PassManager | None = None
-        self._phases = Phases(shown=False)
-
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        state = self._state_for(inputs)
-        if state is None:
-            model = find_owner(inputs)
-            state = self._first_call(model, gm, inputs) if model is not None else None
-        if state is not None and state.failed:
-            raise ShardingError(state.failed)
-        return self._compile(state, gm, inputs)
-
-    def _state_for(self, inputs: Sequence[Any]) -> ModelState | None:
-        """The state of the model whose parameters these are, if it had its first call."""
-        for state in self._states:
-            names = state.names()
-            if any(id(x) in names for x in inputs):
-                return state
-        return None
-
-    def _first_call(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
-        """Plans, shards, restarts the trace. Returns only where the model is left alone."""
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        world = processes.join(device, timedelta(seconds=self.config.timeout))
-        self._phases = Phases(shown=self.config.verbose and world.rank == 0)
-        state = state_of(model) or FirstCall(self, model, gm, inputs, world).carry_out()
-        state.reporter = self.report
-        self._states.append(state)
-        if not state.plan.leaves_alone:
-            torch_internals.restart_trace("autoshard sharded the parameters")
-        return state
-
-    def manager(self, rank: int) -> PassManager:
-        """The passes of this backend, with their history over all graphs."""
-        if self._manager is None:
-            pipeline = registry.pipeline_for(self.config.passes, self.config.disable_passes)
-            self._manager = PassManager(pipeline, Dump.of(self.config.dump_dir, rank))
-        return self._manager
-
-    def report(self, state: ModelState) -> Report:
-        """What was planned for a model, and what compiling it did."""
-        names = set(state.names().values())
-        return Report(
-            plan=state.plan,
-            compiled=len(state.compiled & names) / len(names) if names else 1.0,
-            phases=tuple(self._phases.seconds.items()),
-            passes=tuple(self._manager.history) if self._manager else (),
-        )
-
-    def _compile(
-        self, state: ModelState | None, gm: GraphModule, inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
-        rank = state.world.rank if state else 0
-        plan = state.plan if state else Plan(1, (("shard", 1),), ())
-        names = state.names() if state else {}
-        context = Context(
-            plan=plan,
-            parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},
-            buffers=_buffers(state, inputs),
-            everyone=dist.group.WORLD.group_name if dist.is_initialized() and dist.group.WORLD else "",
-        )
-        compilation = Compilation(self.manager(rank), context, self._inductor())
-        with self._phases.phase("compile", f"graph of {len(gm.graph.nodes)} nodes"):
-            run = compilation.compile(gm, inputs)
-        if state is not None:
-            state.compiled.update(context.parameters.values())
-        return run
-
-    def _inductor(self) -> bool:
-        if self.config.codegen == "inductor" and not has_compiler():
-            self._phases.warn("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
-            self.config = self.config.replaced(codegen="eager")
-        return self.config.codegen == "inductor"
-
-
-def registered(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """The entry point of `torch.compile(model, backend="autoshard", options={...})`."""
-    return _backend_of(json.dumps(options, sort_keys=True, default=str), options)(gm, inputs)
-
-
-_registered: dict[str, Backend] = {}
-
-
-def _backend_of(key: str, options: dict[str, Any]) -> Backend:
-    """One backend for each set of options, so that a model's later graphs find its state."""
-    if key not in _registered:
-        _registered[key] = Backend(Config.from_options(options))
-    return _registered[key]
-
-
-def _buffers(state: ModelState | None, inputs: Sequence[Any]) -> frozenset[int]:
-    ids = {id(b) for b in state.model.buffers()} if state else set()
-    return frozenset(i for i, x in enumerate(inputs) if id(x) in ids)
 
 
 class FirstCall:
@@ -154,13 +39,15 @@ class FirstCall:
 
     def __init__(
         self,
-        backend: Backend,
+        config: Config,
+        manager: PassManager,
+        phases: Phases,
         model: nn.Module,
         gm: GraphModule,
         inputs: Sequence[Any],
         world: processes.World,
     ) -> None:
-        self.backend, self.config, self.phases = backend, backend.config, backend._phases
+        self.config, self.manager, self.phases = config, manager, phases
         self.model, self.gm, self.world = model, gm, world
         self.used = [x for x in inputs if isinstance(x, nn.Parameter)]
         self.optimizers = optimizers.holding(model.parameters())
@@ -222,12 +109,12 @@ class FirstCall:
     def _describe(self, plan: Plan) -> None:
         for reason in plan.why:
             self.phases.say(f"           [dim]{reason}[/]")
-        dump = self.backend.manager(self.world.rank).dump
+        dump = self.manager.dump
         dump.note("plan.json", plan.to_json())
         dump.note(
             "environment.txt",
             f"autoshard {__version__}\ntorch {torch.__version__}\npython {sys.version}\n"
-            f"passes {self.backend.manager(self.world.rank).spec}\nconfig {self.config.described()}\n",
+            f"passes {self.manager.spec}\nconfig {self.config.described()}\n",
         )
 
     def _shard(self, state: ModelState) -> None:
@@ -241,23 +128,15 @@ class FirstCall:
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
         except Exception as error:
-            state.failed = (
+            final = ShardingError(
                 f"sharding {type(self.model).__name__} failed half way ({type(error).__name__}: {error}); "
                 "the model cannot be used any more in this process"
             )
-            state.attach()
-            self.backend._states.append(state)
-            raise ShardingError(state.failed) from error
+            make_unusable(self.model, final)
+            raise final from error
 
 
-def _counter() -> Iterator[int]:
-    n = 0
-    while True:
-        yield n
-        n += 1
-
-
-_count_first_calls = _counter()
+_count_first_calls = itertools.count()
 
 
 def _watch_optimizers(state: ModelState) -> None:
@@ -270,45 +149,6 @@ def _watch_optimizers(state: ModelState) -> None:
         state.check_before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
-
-
-def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
-    """The module that is being compiled: the innermost one on the stack that was given to torch.compile or
-    called `.compile()` and owns a parameter of the graph; for a compiled function, the smallest module that
-    owns all of them. None if the graph has no parameters.
-    """
-    wanted = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
-    if not wanted:
-        return None
-    for module in _compiled_modules_on_the_stack():
-        if wanted & {id(p) for p in module.parameters()}:
-            return module
-    return _smallest_owner(wanted)
-
-
-def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch_internals.OptimizedModule):
-            yield module._orig_mod
-        elif isinstance(module, nn.Module) and getattr(module, "_compiled_call_impl", None) is not None:
-            yield module
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _smallest_owner(wanted: set[int]) -> nn.Module:
-    import gc
-
-    owners = []
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module) and "_parameters" in module.__dict__:
-            owned = {id(p) for p in module.parameters()}
-            if wanted <= owned and not isinstance(module, torch_internals.OptimizedModule):
-                owners.append((len(owned), module))
-    if not owners:
-        raise UnsupportedError("the compiled function uses parameters that no single nn.Module owns")
-    return min(owners, key=lambda entry: entry[0])[1]
 
 
 def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
@@ -338,8 +178,6 @@ def _refuse_writes(gm: GraphModule) -> None:
 
 def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
     """A pinned plan must be of this model and this many processes."""
-    from autoshard.errors import PlanError
-
     if plan.world != world:
         raise PlanError(f"plan: made for {plan.world} processes; the job has {world}")
     names = {p.name for p in inventory.parameters}
@@ -353,8 +191,6 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
 
 def local_topology(world: int, device: torch.device) -> Topology:
     """What the launcher's variables say of the machine."""
-    import os
-
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     kind = device_named_like(name) if device.type == "cuda" else DEVICES["cpu"]

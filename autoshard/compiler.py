@@ -1,0 +1,135 @@
+"""The backend that torch.compile calls: the first time with whole parameters, then with shards.
+
+[Note: The first call] The first graph of a model is only read: an inventory, an agreement of all processes,
+a plan. Then the model is sharded in place and the trace starts again, on shards; that graph, and all later
+ones, are compiled. After the agreement nothing in compilation communicates, because recompiles may happen on
+one process alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from autoshard import torch_internals
+from autoshard.codegen import Compilation, has_compiler
+from autoshard.config import Config
+from autoshard.console import Phases
+from autoshard.first_call import FirstCall
+from autoshard.owner import find_owner
+from autoshard.passes import registry
+from autoshard.passes.base import Context
+from autoshard.passes.dump import Dump
+from autoshard.passes.manager import PassManager
+from autoshard.plan import Plan
+from autoshard.report import Report
+from autoshard.runtime import processes
+from autoshard.runtime.state import ModelState, state_of
+
+
+class Backend:
+    """A backend for torch.compile, one for each model or shared by several; see `autoshard.backend`."""
+
+    __name__ = "autoshard"
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or Config()
+        self._states: list[ModelState] = []
+        self._manager: PassManager | None = None
+        self._phases = Phases(shown=False)
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        state = self._state_for(inputs)
+        if state is None:
+            model = find_owner(inputs)
+            state = self._first_call(model, gm, inputs) if model is not None else None
+        return self._compile(state, gm, inputs)
+
+    def _state_for(self, inputs: Sequence[Any]) -> ModelState | None:
+        """The state of the model whose parameters these are, if it had its first call."""
+        for state in self._states:
+            names = state.names()
+            if any(id(x) in names for x in inputs):
+                return state
+        return None
+
+    def _first_call(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
+        """Plans, shards, restarts the trace. Returns only where the model is left alone."""
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        world = processes.join(device, timedelta(seconds=self.config.timeout))
+        self._phases = Phases(shown=self.config.verbose and world.rank == 0)
+        first = FirstCall(self.config, self.manager(world.rank), self._phases, model, gm, inputs, world)
+        state = state_of(model) or first.carry_out()
+        state.reporter = self.report
+        self._states.append(state)
+        if not state.plan.leaves_alone:
+            torch_internals.restart_trace("autoshard sharded the parameters")
+        return state
+
+    def manager(self, rank: int) -> PassManager:
+        """The passes of this backend, with their history over all graphs."""
+        if self._manager is None:
+            pipeline = registry.pipeline_for(self.config.passes, self.config.disable_passes)
+            self._manager = PassManager(pipeline, Dump.of(self.config.dump_dir, rank))
+        return self._manager
+
+    def report(self, state: ModelState) -> Report:
+        """What was planned for a model, and what compiling it did."""
+        names = set(state.names().values())
+        return Report(
+            plan=state.plan,
+            compiled=len(state.compiled & names) / len(names) if names else 1.0,
+            phases=tuple(self._phases.seconds.items()),
+            passes=tuple(self._manager.history) if self._manager else (),
+        )
+
+    def _compile(
+        self, state: ModelState | None, gm: GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        rank = state.world.rank if state else 0
+        plan = state.plan if state else Plan(1, (("shard", 1),), ())
+        names = state.names() if state else {}
+        context = Context(
+            plan=plan,
+            parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},
+            buffers=_buffers(state, inputs),
+            everyone=processes.name_of_everyone(),
+        )
+        compilation = Compilation(self.manager(rank), context, self._inductor())
+        with self._phases.phase("compile", f"graph of {len(gm.graph.nodes)} nodes"):
+            run = compilation.compile(gm, inputs)
+        if state is not None:
+            state.compiled.update(context.parameters.values())
+        return run
+
+    def _inductor(self) -> bool:
+        if self.config.codegen == "inductor" and not has_compiler():
+            self._phases.warn("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
+            self.config = self.config.replaced(codegen="eager")
+        return self.config.codegen == "inductor"
+
+
+def registered(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The entry point of `torch.compile(model, backend="autoshard", options={...})`."""
+    return _backend_of(json.dumps(options, sort_keys=True, default=str), options)(gm, inputs)
+
+
+_registered: dict[str, Backend] = {}
+
+
+def _backend_of(key: str, options: dict[str, Any]) -> Backend:
+    """One backend for each set of options, so that a model's later graphs find its state."""
+    if key not in _registered:
+        _registered[key] = Backend(Config.from_options(options))
+    return _registered[key]
+
+
+def _buffers(state: ModelState | None, inputs: Sequence[Any]) -> frozenset[int]:
+    ids = {id(b) for b in state.model.buffers()} if state else set()
+    return frozenset(i for i, x in enumerate(inputs) if id(x) in ids)

@@ -1,0 +1,50 @@
+"""Which module is being compiled: the backend is only given a graph and its inputs."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from autoshard import torch_internals
+from autoshard.errors import UnsupportedError
+
+
+def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
+    """The module that is being compiled: the innermost one on the stack that was given to torch.compile or
+    called `.compile()` and owns a parameter of the graph; for a compiled function, the smallest module that
+    owns all of them. None if the graph has no parameters.
+    """
+    wanted = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
+    if not wanted:
+        return None
+    for module in _compiled_modules_on_the_stack():
+        if wanted & {id(p) for p in module.parameters()}:
+            return module
+    return _smallest_owner(wanted)
+
+
+def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch_internals.OptimizedModule):
+            yield module._orig_mod
+        elif isinstance(module, nn.Module) and getattr(module, "_compiled_call_impl", None) is not None:
+            yield module
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _smallest_owner(wanted: set[int]) -> nn.Module:
+    owners = []
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module) and "_parameters" in module.__dict__:
+            owned = {id(p) for p in module.parameters()}
+            if wanted <= owned and not isinstance(module, torch_internals.OptimizedModule):
+                owners.append((len(owned), module))
+    if not owners:
+        raise UnsupportedError("the compiled function uses parameters that no single nn.Module owns")
+    return min(owners, key=lambda entry: entry[0])[1]

@@ -1,0 +1,113 @@
+"""Whole jobs, from outside: how they start, disagree, die and end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import launch
+
+STEP = """
+step = compiled({options})
+for _ in range({steps}):
+    step(torch.randn(4, 8)).sum().backward()
+"""
+
+
+def _steps(steps: int = 3, options: str = "") -> str:
+    return STEP.format(steps=steps, options=options)
+
+
+def test_a_finished_job_exits_with_0() -> None:
+    for ended in launch(2, _steps()):
+        assert ended.code == 0, ended.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_a_finished_job_exits_with_0_fifty_times() -> None:
+    for _ in range(50):
+        for ended in launch(2, _steps()):
+            assert ended.code == 0, ended.output
+
+
+def test_one_process_is_left_alone() -> None:
+    body = _steps() + "print(autoshard.plan_of(model).leaves_alone, type(model[0].weight).__name__)"
+    (ended,) = launch(1, body)
+    assert ended.code == 0 and "True Parameter" in ended.output, ended.output
+
+
+def test_different_configs_are_named() -> None:
+    for ended in launch(2, _steps(options="zero=rank + 2")):
+        assert ended.code != 0
+        assert "rank 1 disagrees with rank 0 about config: zero: '3' where rank 0 has '2'" in ended.output
+
+
+def test_different_models_are_named() -> None:
+    body = "model = nn.Sequential(nn.Linear(8, 16 + rank))\n" + _steps(options="model")
+    for ended in launch(2, body):
+        assert ended.code != 0
+        assert "rank 1 disagrees with rank 0 about parameters: 0.weight: 17 where rank 0 has 16" in ended.output
+
+
+def test_a_process_that_never_comes_is_named() -> None:
+    body = "step = compiled(timeout=3)\nif rank == 1: step = lambda x: time.sleep(8) or sys.exit(0)\nstep(torch.randn(4, 8))"
+    first, _ = launch(2, "import torch.distributed as dist; dist.init_process_group('gloo')\n" + body)
+    assert first.code != 0
+    assert "DisagreementError: rank 1 did not come to the first call of this model within 3 s" in first.output
+
+
+def test_rank_0_that_never_comes_is_named() -> None:
+    body = "step = compiled(timeout=3)\nif rank == 0: step = lambda x: time.sleep(8) or os._exit(0)\nstep(torch.randn(4, 8))"
+    _, second = launch(2, "import torch.distributed as dist; dist.init_process_group('gloo')\n" + body)
+    assert "DisagreementError: rank 0 did not come to the first call of this model within 3 s" in second.output
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: str) -> None:
+    body = f"""
+    step = compiled(codegen={codegen!r}, timeout=20)
+    for i in range(9):
+        if i == 3 and rank == 1 and {moment!r} == "forward": os._exit(9)
+        loss = step(torch.randn(4, 8)).sum()
+        if i == 3 and rank == 1: os._exit(9)
+        loss.backward()
+    """
+    survivor, dead = launch(2, body)
+    assert dead.code == 9
+    assert survivor.code not in (0, -6), survivor.output
+    assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
+
+
+def test_nothing_half_sharded_goes_on() -> None:
+    body = """
+    import autoshard.first_call
+    class Failing(autoshard.first_call.Sharder):
+        def _hold(self, *args):
+            raise MemoryError("no room")
+    autoshard.first_call.Sharder = Failing
+    step = compiled()
+    for _ in range(2):
+        try:
+            step(torch.randn(4, 8))
+        except autoshard.AutoshardError as error:
+            print("caught", type(error).__name__, error)
+    """
+    for ended in launch(2, body):
+        assert ended.output.count("caught ShardingError sharding Sequential failed half way (MemoryError: no room)") == 2
+
+
+def test_in_place_writes_to_parameters_are_refused() -> None:
+    body = """
+    model = nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), nn.Linear(8, 4))
+    compiled(model)(torch.zeros(4, dtype=torch.long))
+    """
+    for ended in launch(2, body):
+        assert ended.code != 0 and "UnsupportedError: forward writes to parameter" in ended.output, ended.output
+
+
+def test_a_budget_that_cannot_be_met_is_explained() -> None:
+    for ended in launch(2, _steps(options="zero='auto', memory_budget='1KiB'")):
+        assert ended.code != 0
+        assert "short: at best, ZeRO-3 on 2 processes, state takes" in ended.output
+        assert "Cheapest fix:" in ended.output
