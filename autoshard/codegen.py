@@ -14,6 +14,7 @@ from functorch.compile import aot_module_simplified, min_cut_rematerialization_p
 from torch.fx import GraphModule
 
 from autoshard import torch_internals
+from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
@@ -27,6 +28,7 @@ class Compilation:
     manager: PassManager
     context: Context
     inductor: bool
+    phases: Phases
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
@@ -48,7 +50,11 @@ class Compilation:
 
     def _eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(phase: Phase) -> Callable[..., Any]:
-            return lambda graph, _: _boxed(self._split(graph, phase))
+            def compile_one(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+                with self.phases.phase(phase, _size(graph)):
+                    return _boxed(self._split(graph, phase))
+
+            return compile_one
 
         return aot_module_simplified(  # type: ignore[no-any-return]
             gm,
@@ -67,9 +73,9 @@ class Compilation:
                 phase = "inference"
             elif kwargs.get("is_backward"):
                 phase = "backward"
-            compiled = torch_internals.inner_inductor(
-                self._split(graph, phase), graph_inputs, **kwargs
-            )
+            with self.phases.phase(phase, _size(graph)):
+                graph = self._split(graph, phase)
+                compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
             return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
 
         identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec}"
@@ -80,6 +86,10 @@ class Compilation:
             "reorder_for_locality": False,
         }
         return torch_internals.compile_with_inductor(gm, inputs, inner, patches)
+
+
+def _size(gm: GraphModule) -> str:
+    return f"{len(gm.graph.nodes)} nodes"
 
 
 class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]

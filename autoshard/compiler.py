@@ -101,8 +101,8 @@ class Backend:
             buffers=_buffers(state, inputs),
             everyone=processes.name_of_everyone(),
         )
-        compilation = Compilation(self.manager(rank), context, self._inductor())
-        with self._phases.phase("compile", f"graph of {len(gm.graph.nodes)} nodes"):
+        compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
+        with self._phases.phase("compile", "in all so far"):
             run = compilation.compile(gm, inputs)
         if state is not None:
             state.compiled.update(context.parameters.values())

@@ -16,7 +16,7 @@ class Phases:
 
     shown: bool
     seconds: dict[str, float] = field(default_factory=dict)
-    _console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+    _console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
 
     @contextmanager
     def phase(self, name: str, note: str = "") -> Iterator[None]:

@@ -51,9 +51,14 @@ def _passes_table(passes: Sequence[PassRun]) -> Table:
     for column in ("pass", "graph", "ms", "ops changed"):
         table.add_column(column, justify="right" if column == "ms" else "left")
     for run in passes:
-        changed = ", ".join(f"{n:+d} {op.split('.')[1] if '.' in op else op}" for op, n in run.changed.items())
-        table.add_row(run.name, run.phase, f"{run.seconds * 1e3:.1f}", changed or "-")
+        table.add_row(run.name, run.phase, f"{run.seconds * 1e3:.1f}", _changes(run.changed))
     return table
+
+
+def _changes(changed: dict[str, int]) -> str:
+    """Changes of the ops that sharding is about; those around them are in the dump."""
+    ours = {op: n for op, n in changed.items() if op.startswith(("autoshard.", "_c10d_functional."))}
+    return ", ".join(f"{n:+d} {op.split('.')[1]}" for op, n in ours.items()) or "-"
 
 
 def rendered(parts: Sequence[RenderableType], width: int = WIDTH) -> str:

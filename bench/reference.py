@@ -15,7 +15,7 @@ PARAMETERS = 4.2e6
 
 
 def build_model(seed: int = 0) -> nn.Module:
-    """The model in fp32, equal for equal seeds; fails if it is not of the size that results are quoted for."""
+    """The model in fp32, equal for equal seeds; fails if it is not of the size that results quote."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

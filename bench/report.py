@@ -101,13 +101,14 @@ def _preamble(results: Results) -> str:
         f"{m.cpu}, {m.cores} cores; {m.hosts}, one process of one thread each; "
         f"torch {m.torch}, {m.backend}; {m.date}. "
         "Written by `python bench/run.py`; the figures are in step_time.json.\n\n"
-        "The reference model is a Llama of 4.2 M fp32 parameters (4 layers, hidden 256), 4 x 128 tokens a rank, "
-        f"AdamW, gradients clipped to norm 1. Contenders take turns step by step, {rounds} timed rounds after "
-        f"{WARM_UP}; a step's time is that of the slower rank, a ratio is the median of the rounds' own ratios. "
-        "`compute` is the compiled model without any communication. DeepSpeed runs in a job of its own with ddp "
-        "and fsdp2 beside it, and its ratios are to those. Peak MB (10^6 bytes, the larger rank) is what is held "
-        "between steps, DDP's flat buckets included, plus the most that a step's allocations add. The first step "
-        "counts construction and compilation with empty caches, in a job of its own at unlimited rate."
+        "The reference model is a Llama of 4.2 M fp32 parameters (4 layers, hidden 256), 4 x 128 tokens a "
+        "rank, AdamW, gradients clipped to norm 1. Contenders take turns step by step, "
+        f"{rounds} timed rounds after {WARM_UP}; a step's time is that of the slower rank, a ratio is the "
+        "median of the rounds' own ratios. `compute` is the compiled model without any communication. "
+        "DeepSpeed runs in a job of its own with ddp and fsdp2 beside it, and its ratios are to those. Peak MB "
+        "(10^6 bytes, the larger rank) is what is held between steps, DDP's flat buckets included, plus the "
+        "most that a step's allocations add. The first step counts construction and compilation with empty "
+        "caches, in a job of its own at unlimited rate."
     )
 
 

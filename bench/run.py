@@ -2,9 +2,9 @@
 
     python bench/run.py [--quick] [--only ddp,fsdp2,autoshard0,autoshard3]
 
-Two hosts of one process and one thread each, first with unlimited links, then with links of 1000 Mbit/s. Without
-the right to make network namespaces only the unlimited half runs, on the loopback. Exits with 1 if a contender
-failed or did not train the same thing as DDP.
+Two hosts of one process and one thread each, first with unlimited links, then with links of 1000 Mbit/s.
+Without the right to make network namespaces only the unlimited half runs, on the loopback. Exits with 1 if a
+contender failed or did not train the same thing as DDP.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Driver:
         return [Measured(**entry) for entry in json.loads(out.read_text())]
 
     def memory(self, names: Sequence[str]) -> dict[str, Measured]:
-        """Peak memory and cold first step, a fresh job and cold caches for each; those that work are in it."""
+        """Peak memory and cold first step, a fresh job and cold caches for each; without those that fail."""
         jobs = {name: self.job([name], 0, f"cold-{name}", "--memory") for name in names}
         return {name: measured[0] for name, measured in jobs.items() if measured}
 
     def steps(self, names: Sequence[str], mbit: int) -> list[Steps]:
-        """Step times at one rate; DeepSpeed, which changes torch for its whole process, in a job of its own."""
+        """Step times at one rate; DeepSpeed, which changes torch for a whole process, in a job of its own."""
         apart = [n for n in names if n.startswith("deepspeed")]
         together = [n for n in names if n not in apart]
         found = []

@@ -1,10 +1,10 @@
-"""One process of a measurement; started on every host by run.py, or by any launcher with torchrun's variables.
+"""One process of a measurement, started on every host by run.py or by any launcher like torchrun.
 
     worker.py ddp,autoshard0 --steps 15 --out steps.json           # step times, contenders side by side
     worker.py autoshard0 --memory --out memory.json                # peak memory and first step, one contender
 
-[Note: Side by side] All contenders live in one process group and take turns, one step each a round. So noise of
-the machine and of the network hits all alike, and the ratio of two steps of the same round means something.
+[Note: Side by side] All contenders live in one process group and take turns, one step each a round. So noise
+of the machine and of the network hits all alike, and the ratio of two steps of one round means something.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure_steps(names: Sequence[str], rounds: int) -> list[Measured]:
 
 
 def _quiet_collector() -> None:
-    """Keeps full garbage collections from walking all contenders' heaps, which no real job would hold at once."""
+    """Keeps garbage collections from walking all contenders' heaps, which no real job holds at once."""
     gc.collect()
     gc.freeze()
 
@@ -106,7 +106,7 @@ def measure_memory(name: str) -> Measured:
 
 
 def held_bytes(contender: contenders.Contender) -> int:
-    """Bytes of all storages that are alive between steps: state, and whatever buffers a system keeps for itself.
+    """Bytes of all storages that are alive between steps: state, and buffers that a system keeps for itself.
 
     All tensors that Python knows of, rather than those of the model and its optimizer, because flat buffers
     and copies that a system keeps elsewhere are memory too.
@@ -121,7 +121,7 @@ def held_bytes(contender: contenders.Contender) -> int:
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """True for tensors with memory of their own: a DTensor's is its local tensor's; fake tensors have none."""
+    """True for tensors with memory of their own: not DTensors (their local tensor counts) nor fake ones."""
     if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
         return False
     return (

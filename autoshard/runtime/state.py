@@ -65,7 +65,7 @@ class ModelState:
 def make_unusable(model: nn.Module, error: Exception) -> None:
     """Every further call of the model raises `error`: it is half sharded."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refuse(*_: Any) -> None:
         raise error
 

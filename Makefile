@@ -1,0 +1,41 @@
+# make demo    train a small Llama on two processes, sharded, and compare with one process
+# make test    the tests that CI runs          make test-all   the whole matrix
+# make check   ruff and strict typing          make bench      side by side with DDP, FSDP2, DeepSpeed
+# TORCH=2.11.0 any of these on another torch; its environment lies beside the first
+
+TORCH ?= 2.13.0
+VENV  := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
+BIN   := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all check bench wheel clean
+
+demo: $(VENV)/ready
+	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),40MiB)
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q
+
+test-all: $(VENV)/ready
+	$(BIN)/python -m pytest -q --full
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python bench/run.py
+
+wheel: $(VENV)/ready
+	$(BIN)/python -m build --wheel --no-isolation
+
+# With a GPU, torch's own choice of build; without, the version in constraints.txt, which is a CPU build.
+$(VENV)/ready: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade "setuptools>=77" wheel
+	$(BIN)/pip install -q $(if $(shell command -v nvidia-smi),"torch>=2.11","torch==$(TORCH)")
+	$(BIN)/pip install -q --no-build-isolation -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.ops import wire
+from autoshard.ops.layout import Layout
+
+_DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    size = draw(st.integers(1, 5))
+    owners = draw(st.lists(st.integers(0, size - 1), unique=True).map(tuple))
+    return Layout("0", size, owners, draw(st.sampled_from(["", "7"])), size, draw(_DTYPES), draw(_DTYPES))
+
+
+@given(layouts())
+def test_text_and_layout_are_inverse(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+def _rows(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Each process's rows, as DTensor cuts them; nothing where a process holds none."""
+    chunks = list(full.chunk(len(layout.holders)))
+    chunks += [full[:0]] * (len(layout.holders) - len(chunks))
+    by_owner = dict(zip(layout.holders, chunks))
+    return [by_owner.get(r, full[:0]) for r in range(layout.size)]
+
+
+_shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=3)
+
+
+@given(layouts(), _shapes)
+def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: list[tuple[int, int]]) -> None:
+    layout = Layout("0", layout.size, layout.owners, "", layout.size)
+    full = [torch.randn(s) for s in shapes]
+    rows = [_rows(f, layout) for f in full]
+    sent = [wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(layout.size)]
+    for ours, theirs in zip(wire.unpack_full(torch.cat(sent), shapes, layout), full):
+        assert torch.equal(ours, theirs)
+
+
+@given(layouts(), _shapes)
+def test_a_reduction_gives_each_process_its_rows_of_the_mean(
+    layout: Layout, shapes: list[tuple[int, int]]
+) -> None:
+    layout = Layout("0", layout.size, layout.owners, "", layout.size)
+    grads = [[torch.randn(s) for s in shapes] for _ in range(layout.size)]
+    flat = torch.stack([wire.pack_grads(g, layout) for g in grads]).sum(0).chunk(layout.size)
+    mean = [torch.stack(gs).sum(0) / layout.size for gs in zip(*grads)]
+    wanted = [_rows(m, layout) for m in mean]
+    for rank in range(layout.size):
+        shards = [tuple(w[rank].shape) for w in wanted]
+        got = wire.unpack_shards(flat[rank], shards, shapes, torch.float32, layout)
+        for ours, theirs in zip(got, wanted):
+            torch.testing.assert_close(ours, theirs[rank])

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard import Config, Degrees, ParameterGroup, Plan
+from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.errors import BudgetError, ConfigError, PlanError
+from autoshard.inventory import Inventory, ParameterInfo
+from autoshard.passes.choose_zero import Circumstances, make_plan
+
+
+def _info(name: str, *shape: int) -> ParameterInfo:
+    return ParameterInfo(name, shape, "float32", 4, True, True)
+
+
+def _blocks(count: int = 4) -> Inventory:
+    blocks = [_info(f"layers.{i}.{n}", 256, 256) for i in range(count) for n in ("up", "down")]
+    return Inventory("Net", (_info("embed.weight", 1000, 256), *blocks, _info("norm.weight", 256)))
+
+
+def _where(world: int = 8, budget: int | None = None) -> Circumstances:
+    return Circumstances(Topology(1, world, DEVICES["h100"]), budget)
+
+
+def test_a_stage_is_three_degrees() -> None:
+    assert [str(Degrees.of_stage(s, 8)) for s in range(4)] == ["1/1/1", "1/1/8", "1/8/8", "8/8/8"]
+    assert [Degrees.of_stage(s, 8).stage for s in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (0, 1, 1), (2, 4, 8)])
+def test_impossible_degrees_are_refused(degrees: tuple[int, int, int]) -> None:
+    with pytest.raises(PlanError, match="legal:"):
+        Degrees(*degrees)
+
+
+def test_groups_follow_blocks_and_order_of_use() -> None:
+    plan = make_plan(_blocks(), Config(zero=3), _where())
+    assert [g.name for g in plan.groups] == [
+        "embed", "layers.0", "layers.1", "layers.2", "layers.3", "replicated",
+    ]  # fmt: skip
+    assert plan.groups[-1].parameters == ("norm.weight",)
+    assert str(plan.groups[-1].degrees) == "1/1/1"
+
+
+def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
+    plan = make_plan(_blocks(), Config(precision="bf16"), _where())
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.hash == plan.hash and again.predicted == plan.predicted
+    assert dataclasses.replace(plan, why=(), predicted=type(plan.predicted)()).hash == plan.hash
+    assert dataclasses.replace(plan, compute="").hash != plan.hash
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1, "world": 2}'])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="plan:"):
+        Plan.from_json(text)
+
+
+def test_a_plan_must_fit_its_mesh() -> None:
+    with pytest.raises(PlanError, match="world says 8"):
+        Plan(8, (("shard", 4),), ())
+    with pytest.raises(PlanError, match="legal: 1 or the shard axis, 4"):
+        Plan(4, (("shard", 4),), (ParameterGroup("a", ("a",), Degrees(1, 1, 2)),))
+    with pytest.raises(ConfigError, match="makes 4 processes; the job has 8"):
+        make_plan(_blocks(), Config(mesh={"shard": 4}), _where(8))
+
+
+def test_auto_takes_the_cheapest_that_fits() -> None:
+    free = make_plan(_blocks(), Config(), _where())
+    stages = [make_plan(_blocks(), Config(zero=s), _where()) for s in range(4)]
+    cheapest = min(p.predicted.communication_seconds for p in stages)
+    assert free.predicted.communication_seconds == cheapest
+    tight = stages[3].predicted.state_bytes
+    chosen = make_plan(_blocks(), Config(), _where(budget=tight))
+    assert max(g.degrees.stage for g in chosen.groups) == 3
+
+
+@given(st.integers(1, 64), st.integers(10_000, 100_000_000))
+def test_auto_never_exceeds_the_budget(world: int, budget: int) -> None:
+    try:
+        plan = make_plan(_blocks(), Config(), _where(world, budget))
+        assert plan.predicted.state_bytes <= budget
+    except BudgetError as error:
+        assert "Cheapest fix: " in str(error) and "short" in str(error)
+
+
+def test_memory_is_the_sum_that_anyone_can_check() -> None:
+    inventory = Inventory("One", (_info("w", 1000, 1000),))
+    memory = make_plan(inventory, Config(zero=3), _where(8)).predicted.memory
+    assert memory["parameters"] == memory["gradients"] == 4_000_000 // 8
+    assert memory["optimizer"] == 2 * 4_000_000 // 8
+    assert memory["gathered"] == 4_000_000
+
+
+def test_hsdp_is_a_point_of_the_same_space() -> None:
+    plan = make_plan(_blocks(), Config(zero=3, mesh={"replicate": 2, "shard": 4}), _where(8))
+    assert str(plan.groups[0].degrees) == "4/4/4" and plan.shard_size == 4
+    assert {t.collective for t in plan.predicted.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}

@@ -1,0 +1,117 @@
+"""One test for each private torch name: a torch release that moves one fails here, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_module_simplified, make_boxed_func
+from torch import nn
+
+from autoshard import torch_internals
+from tests.launch import launch
+
+
+def test_through_dynamo_leaves_a_backend_unwrapped() -> None:
+    class Named(torch_internals.ThroughDynamo):
+        pass
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        raise Named("as it is")
+
+    with pytest.raises(Named, match="as it is"):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+
+
+def test_restart_trace_traces_again() -> None:
+    calls = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        calls.append(gm)
+        if len(calls) == 1:
+            torch_internals.restart_trace("a test")
+        return gm.forward
+
+    assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2, 2]
+    assert len(calls) == 2
+
+
+def test_optimized_module_is_what_compile_returns() -> None:
+    assert isinstance(torch.compile(nn.Linear(2, 2)), torch_internals.OptimizedModule)
+
+
+def test_suppressed_errors_follows_the_config() -> None:
+    assert torch_internals.suppressed_errors() is False
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert torch_internals.suppressed_errors() is True
+
+
+def test_fake_tensors_have_no_values() -> None:
+    with torch_internals.FakeTensorMode():
+        assert isinstance(torch.ones(2), torch_internals.FakeTensor)
+
+
+def test_input_position_names_plain_inputs() -> None:
+    seen: list[int | None] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        seen.extend(torch_internals.input_position(n) for n in gm.graph.find_nodes(op="placeholder"))
+        return make_boxed_func(gm)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return aot_module_simplified(gm, inputs, fw_compiler=compiler)
+
+    torch.compile(lambda x, y: x * y, backend=backend)(torch.ones(2), torch.ones(2))
+    assert seen == [0, 1]
+
+
+def test_inductor_takes_our_partitioner_and_inner_step() -> None:
+    seen = []
+
+    class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            from functorch.compile import min_cut_rematerialization_partition
+
+            seen.append("partition")
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "a test"
+
+    def wrapper(run: Any) -> Any:
+        return lambda inputs: seen.append("run") or run(inputs)
+
+    def inner(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("backward" if kwargs.get("is_backward") else "forward")
+        return torch_internals.wrap_compiled(torch_internals.inner_inductor(gm, inputs, **kwargs), wrapper)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        patches = {"custom_partitioner_fn": Partitioner()}
+        with torch_internals.without_autograd_cache():
+            return torch_internals.compile_with_inductor(gm, inputs, inner, patches)
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward()
+    assert seen == ["partition", "forward", "run", "backward", "run"] or set(seen) == {
+        "partition", "forward", "backward", "run",
+    }  # fmt: skip
+    torch.testing.assert_close(x.grad, torch.ones(3).cos())
+
+
+def test_job_store_is_shared() -> None:
+    body = """
+        from autoshard.torch_internals import job_store
+    dist.init_process_group("gloo")
+    job_store("here").set(str(rank), "x")
+    job_store("here").wait(["0", "1"])
+    print("shared")
+    """
+    assert all("shared" in ended.output for ended in launch(2, body))
+
+
+def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
+    launch(1, "from autoshard.torch_internals import emit_artifact; emit_artifact('here', lambda: 'text 42')")
+    assert any("text 42" in log.read_text() for log in tmp_path.iterdir())

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.errors import ConfigError
+from autoshard.units import bytes_text, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("72GiB", 72 * 1024**3), ("80GB", 80 * 10**9), ("1.5 kib", 1536), ("123", 123), ("7B", 7)]
+)
+def test_amounts(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@given(st.text(max_size=6))
+def test_anything_else_is_a_config_error(text: str) -> None:
+    try:
+        assert parse_bytes(text) >= 0
+    except ConfigError as error:
+        assert repr(text) in str(error)
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_written_is_read_back_nearly(size: int) -> None:
+    assert abs(parse_bytes(bytes_text(size)) - size) <= max(1, size * 0.006)
