@@ -105,7 +105,7 @@ def _preamble(results: Results) -> str:
         "rank, AdamW, gradients clipped to norm 1. Contenders take turns step by step, "
         f"{rounds} timed rounds after {WARM_UP}; a step's time is that of the slower rank, a ratio is the "
         "median of the rounds' own ratios. `compute` is the compiled model without any communication. "
-        "DeepSpeed runs in a job of its own with ddp and fsdp2 beside it, and its ratios are to those. Peak MB "
+        "DeepSpeed runs in a job of its own beside ddp and fsdp2, and its ratios are to those. Peak MB "
         "(10^6 bytes, the larger rank) is what is held between steps, DDP's flat buckets included, plus the "
         "most that a step's allocations add. The first step counts construction and compilation with empty "
         "caches, in a job of its own at unlimited rate."

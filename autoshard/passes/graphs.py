@@ -15,6 +15,7 @@ UNSHARD = torch.ops.autoshard.unshard.default
 REDUCE_GRAD = torch.ops.autoshard.reduce_grad.default
 UNSHARD_BUCKET = torch.ops.autoshard.unshard_bucket.default
 REDUCE_BUCKET = torch.ops.autoshard.reduce_bucket.default
+ADD_HELD = torch.ops.autoshard.add_held.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 
@@ -24,10 +25,16 @@ GATHER = _c10d.all_gather_into_tensor.default
 REDUCTIONS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default})
 
 
+def is_call(node: Node, *targets: Any) -> bool:
+    """Whether a node calls one of these ops. Dynamo's graphs name an op by its packet, AOT's by its overload."""
+    if node.op != "call_function":
+        return False
+    return node.target in targets or node.target in {t.overloadpacket for t in targets}
+
+
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
-    """The calls of these ops, in graph order. Dynamo's graphs name an op by its packet, AOT's by its overload."""
-    wanted = {*targets, *(t.overloadpacket for t in targets if hasattr(t, "overloadpacket"))}
-    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in wanted]
+    """The calls of these ops, in graph order."""
+    return [n for n in gm.graph.nodes if is_call(n, *targets)]
 
 
 def positions(graph: Graph) -> dict[Node, int]:

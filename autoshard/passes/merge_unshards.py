@@ -29,20 +29,24 @@ class MergeUnshards:
         for node in list(gm.graph.nodes):
             if node.target is torch._C._set_grad_enabled:
                 grad_enabled = node.args[0]
-            elif node.target in (graphs.UNSHARD, graphs.UNSHARD.overloadpacket):
-                _merge(gm, node, first, grad_enabled)
+            elif graphs.is_call(node, graphs.UNSHARD):
+                source = node.args[0]
+                detached = isinstance(source, Node) and source.target == "detach"
+                _merge(gm, node, first, (node.args[3], grad_enabled, detached))
+            elif graphs.is_call(node, graphs.ADD_HELD):
+                _merge(gm, node, first, ("held", node.args[0]))
         return gm
 
 
 def _merge(
-    gm: GraphModule, node: Node, first: dict[tuple[object, ...], Node], grad_enabled: object
+    gm: GraphModule, node: Node, first: dict[tuple[object, ...], Node], key: tuple[object, ...]
 ) -> None:
-    """Uses under no_grad stay apart from those with gradients: the first one's mode holds for the node.
+    """The first call with this key stands for all of them.
 
-    So do uses whose gradient is held (a detached shard) from others."""
-    source = node.args[0]
-    detached = isinstance(source, Node) and source.target == "detach"
-    kept = first.setdefault((node.args[3], grad_enabled, detached), node)
+    Uses under no_grad have another key than those with gradients, since the first one's mode holds for the
+    node; so have uses whose gradient is held. What was held is added once, however often a parameter is used.
+    """
+    kept = first.setdefault(key, node)
     if kept is not node:
         node.replace_all_uses_with(kept)
         _erase_with_source(gm, node)

@@ -31,7 +31,7 @@ def _as_traced(
     parameter = module._parameters[name]
     if parameter is None:
         return None
-    rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    rows = _rows(module, name, parameter)
     shape = list(parameter.shape)
     if accumulation.mode == "sync" or not parameter.requires_grad:
         return torch.ops.autoshard.unshard(rows, shape, layout, "")
@@ -44,6 +44,16 @@ def _as_traced(
     full = torch.ops.autoshard.unshard(rows, shape, layout, "")
     held = holders[name].grad
     return full if held is None else torch.ops.autoshard.add_held(full, held)
+
+
+def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+    """This process's rows. Where a mesh excludes this process, a leaf without rows stands in: the process takes
+    part in the collectives, and the gradient of nothing must have somewhere to go (DTensor has no place for it).
+    """
+    absent = module.__dict__["_autoshard_absent"]
+    if name in absent:
+        return absent[name]
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _property(name: str, layout: str, accumulation: Accumulation) -> property:

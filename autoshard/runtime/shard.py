@@ -68,6 +68,7 @@ class Sharder:
                 yield parameter, new
                 self._free(parameter, new)
             self._hold(group, new, where)
+            self._stand_in(group, new, where)
         self._replicate_buffers()
         self._show(shown)
 
@@ -154,6 +155,20 @@ class Sharder:
         for place in where[1:]:
             place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder
 
+    def _stand_in(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
+        """See `parameters._rows`."""
+        if group.degrees.optimizer == 1 or not group.ranks or self._position in group.ranks:
+            return
+        leaf = torch.empty((0, *new.shape[1:]), dtype=new.dtype, device=new.device)
+        leaf.requires_grad_(new.requires_grad)
+        for place in where:
+            place.module.__dict__.setdefault("_autoshard_absent", {})[place.attribute] = leaf
+
+    @property
+    def _position(self) -> int:
+        """This process's place on the shard axis."""
+        return self.mesh.get_local_rank("shard")
+
     def _replicate_buffers(self) -> None:
         if self.plan.buffers == "broadcast":
             for buffer in self.model.buffers():
@@ -163,6 +178,7 @@ class Sharder:
         compute = dtype_named(self.plan.compute) if self.plan.compute else None
         for module, layouts in shown.items():
             module.__dict__.setdefault("_autoshard_holders", {})
+            module.__dict__.setdefault("_autoshard_absent", {})
             cls: Any = type(module)
             module.__class__ = sharded_class(
                 cls, tuple(layouts.items()), compute, self.accumulation

@@ -37,8 +37,12 @@ class ModelState:
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
-        """The parameters' names by id, as of now."""
-        return {id(p): name for name, p in self.model.named_parameters()}
+        """The parameters' names by id, as of now; stand-ins for what lies elsewhere have them too."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for prefix, module in self.model.named_modules():
+            for attribute, leaf in module.__dict__.get("_autoshard_absent", {}).items():
+                names.setdefault(id(leaf), f"{prefix}.{attribute}" if prefix else attribute)
+        return names
 
     def attach(self) -> None:
         """Lets the model carry this, and load whole state dicts from here on."""

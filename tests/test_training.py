@@ -1,0 +1,358 @@
+"""What a loop may do beside plain steps, on two processes, against the unsharded model."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.errors import StaleParameterError, UnsupportedError
+from autoshard.passes.choose_zero import make_plan
+from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import Distance, Trainer, adamw, batches_of, measure, rank0_copy, see_gradients, see_state, sgd, whole
+from tests.test_plan import _where
+
+TOLERANCE = 1e-4
+
+
+def _config(zero: int, **more: Any) -> autoshard.Config:
+    options = {"codegen": "eager", "replicate_below": 0, "timeout": 60, "verbose": False}
+    return autoshard.Config(zero=zero, **(options | more))  # type: ignore[arg-type]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).pow(2).mean()
+
+
+def _compiled(config: autoshard.Config) -> tuple[nn.Module, nn.Module, Any]:
+    """(model, plain copy, compiled)"""
+    torch.manual_seed(0)
+    model = Net()
+    return model, rank0_copy(model), torch.compile(model, backend=autoshard.backend(config))
+
+
+def _inputs(steps: int) -> Tensor:
+    """[step, rank, batch, feature]"""
+    return torch.randn(steps, dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(3))
+
+
+# --- accumulation
+
+
+def accumulate(zero: int, silent: bool) -> tuple[Distance, list[bool]]:
+    """Three microbatches a step; `silent`: the first two inside no_sync."""
+    case = CASES["odd"]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = case.build()
+    reference = Trainer(rank0_copy(model), case, adamw)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(zero)))
+    distance, none_inside = Distance(), []
+    for step, micro in enumerate(zip(*[iter(batches_of(case, world, 12))] * 3)):
+        for i, batches in enumerate(micro):
+            inside = silent and i < 2 and step > 0
+            with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
+                (case.loss(compiled(**batches[rank])) / 3).backward()
+            if inside:
+                none_inside.append(model.first.weight.grad is None)
+            reference.backward(batches, 1 / 3)
+        see_gradients(distance, model, reference.model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        distance.see("norm", whole(norm), reference.step())
+    see_state(distance, model, reference.model)
+    return distance, none_inside
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_accumulation(two: Cluster, zero: int, silent: bool) -> None:
+    for distance, none_inside in two.run(accumulate, zero, silent):
+        assert distance.worst <= TOLERANCE, distance
+        assert all(none_inside) if zero in (0, 1) else not any(none_inside)
+
+
+# --- precision
+
+
+def train_in(precision: str | None, autocast: bool, zero: int) -> tuple[float, float, set[torch.dtype]]:
+    """(first loss, last loss, dtypes of the rows) of overfitting one batch"""
+    case = CASES["llama"]
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(zero, precision=precision)))
+    batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = case.loss(compiled(**batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[0], losses[-1], {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize(("precision", "autocast"), [("bf16", False), (None, True)])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_bf16_trains_like_fp32(two: Cluster, precision: str | None, autocast: bool, zero: int) -> None:
+    exact = two.run(train_in, None, False, zero)
+    for (first, last, dtypes), (first32, last32, _) in zip(two.run(train_in, precision, autocast, zero), exact):
+        assert dtypes == {torch.float32}
+        assert first == pytest.approx(first32, rel=1e-2) and last == pytest.approx(last32, rel=0.1)
+
+
+# --- shapes and modes
+
+
+def changing_shapes(zero: int) -> Distance:
+    """Another batch size each step and on each process, evaluation in between."""
+    model, plain, compiled = _compiled(_config(zero))
+    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+    distance, world = Distance(), dist.get_world_size()
+    for step in range(6):
+        inputs = [torch.randn(1 + step + r, 8, generator=torch.Generator().manual_seed(step)) for r in range(world)]
+        loss = compiled(inputs[dist.get_rank()])
+        loss.backward()
+        for x in inputs:
+            (plain(x) / world).backward()
+        see_gradients(distance, model, plain)
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+        with torch.no_grad():
+            distance.see("loss", compiled(inputs[0]), plain(inputs[0]))
+        with torch.inference_mode():
+            distance.see("loss", compiled(inputs[0]), plain(inputs[0]))
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
+    for distance in two.run(changing_shapes, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+# --- meshes
+
+
+def on_two_axes() -> tuple[Distance, str, tuple[int, ...]]:
+    distance = measure("gpt2", _config(3, mesh={"replicate": 2, "shard": 2}), steps=4)
+    model, _, compiled = _compiled(_config(3, mesh={"replicate": 2, "shard": 2}))
+    compiled(_inputs(1)[0, dist.get_rank()])
+    parameter = next(model.parameters())
+    assert isinstance(parameter, DTensor)
+    return distance, str(parameter.placements), tuple(parameter.to_local().shape)
+
+
+def test_shards_over_one_axis_and_replicates_over_the_other(four: Cluster) -> None:
+    for distance, placements, rows in four.run(on_two_axes):
+        assert distance.worst <= TOLERANCE, distance
+        assert placements == "(Replicate(), Shard(dim=0))" and rows in ((8, 8), (7, 8))
+
+
+def apart() -> tuple[Distance, list[int]]:
+    """The first layer's rows live on rank 0 alone, the second's on rank 1: as pipeline stages will."""
+    torch.manual_seed(0)
+    model = Net()
+    inventory_plan = _plan_of(model)
+    plan = autoshard.Plan(
+        world=2,
+        axes=(("shard", 2),),
+        groups=tuple(
+            autoshard.ParameterGroup(name, tuple(f"{name}.{p}" for p in ("weight", "bias")),
+                                     autoshard.Degrees(2, 2, 2), ranks=(rank,))
+            for rank, name in enumerate(("up", "down"))
+        ),
+    )  # fmt: skip
+    assert inventory_plan.group_of.keys() == plan.group_of.keys()
+    plain = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(3, plan=plan)))
+    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+    distance = Distance()
+    for inputs in _inputs(5):
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / 2).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    with autoshard.gathered(compiled) as whole_model:
+        see_state(distance, whole_model, plain)
+    return distance, [p.to_local().numel() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def _plan_of(model: nn.Module) -> autoshard.Plan:
+    from autoshard.inventory import take_inventory
+
+    return make_plan(take_inventory(model, model.parameters()), _config(3), _where(2))
+
+
+def test_parameters_on_a_mesh_that_excludes_this_rank(two: Cluster) -> None:
+    (first, held_by_0), (second, held_by_1) = two.run(apart)
+    assert max(first.worst, second.worst) <= TOLERANCE
+    assert held_by_0 == [120, 15, 0, 0] and held_by_1 == [0, 0, 120, 8]
+
+
+# --- what the user sees of the model
+
+
+def look_around() -> dict[str, Any]:
+    model, plain, compiled = _compiled(_config(3))
+    before = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled(_inputs(1)[0, dist.get_rank()]).backward()
+    seen: dict[str, Any] = {"repointed": optimizer.param_groups[0]["params"][0] is model.up.weight}
+    seen["names"] = list(model.state_dict())
+    seen["rows"] = tuple(model.up.weight.to_local().shape)
+    seen["gone"] = [p.untyped_storage().size() for p in before]
+    with contextlib.suppress(StaleParameterError):
+        torch.nn.utils.clip_grad_norm_(before, 1.0)
+        seen["stale"] = "silent"
+    with autoshard.gathered(compiled):
+        seen["gathered"] = torch.equal(model.up.weight, plain.up.weight)
+        seen["eager"] = torch.equal(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+    model.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()})
+    seen["loaded"] = torch.equal(model.up.weight.full_tensor(), plain.up.weight + 1)  # type: ignore[operator]
+    for name, act in {"pickle": lambda: torch.save(model, "/dev/null"), "write": lambda: _write(compiled)}.items():
+        try:
+            act()
+        except UnsupportedError as error:
+            seen[name] = str(error)
+    return seen
+
+
+def _write(compiled: Any) -> None:
+    with autoshard.gathered(compiled) as model:
+        model.up.weight.zero_()
+
+
+def test_the_model_stays_what_it_was(two: Cluster) -> None:
+    for rank, seen in enumerate(two.run(look_around)):
+        assert seen["repointed"] and seen["gathered"] and seen["eager"] and seen["loaded"], seen
+        assert seen["names"] == ["up.weight", "up.bias", "down.weight", "down.bias"]
+        assert seen["rows"] == (8 - rank, 8) and set(seen["gone"]) == {0} and "stale" not in seen
+        assert "cannot be pickled" in seen["pickle"] and "written inside `gathered`" in seen["write"]
+
+
+# --- optimizers that were there before
+
+
+def continue_training(zero: int) -> Distance:
+    """Two plain steps, then sharded ones: state that existed is carried over."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = rank0_copy(model)
+    optimizer, reference = adamw(model.parameters()), adamw(plain.parameters())
+    for x in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)):
+        for m, o in ((model, optimizer), (plain, reference)):
+            m(x).backward()
+            o.step()
+            o.zero_grad()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(zero)))
+    distance = Distance()
+    for inputs in _inputs(4):
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_optimizer_state_is_carried_over(two: Cluster, zero: int) -> None:
+    for distance in two.run(continue_training, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def step_with(name: str) -> str:
+    model, _, compiled = _compiled(_config(3))
+    compiled(_inputs(1)[0, dist.get_rank()]).backward()
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    try:
+        optimizer.step()
+    except UnsupportedError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Adagrad"])
+def test_optimizers_that_cannot_step_on_shards_are_refused(two: Cluster, name: str) -> None:
+    for text in two.run(step_with, name):
+        assert f"optimizer {name} cannot step on sharded parameters" in text
+
+
+# --- buffers
+
+
+def local_buffers() -> tuple[Tensor, Tensor]:
+    case = CASES["conv"]
+    torch.manual_seed(0)
+    model = case.build()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(0, buffers="local")))
+    alone: Any = rank0_copy(model)
+    batch = batches_of(case, dist.get_world_size(), 1)[0][dist.get_rank()]
+    case.loss(compiled(**batch)).backward()
+    alone(**batch)
+    return model.body[1].running_mean, alone.body[1].running_mean
+
+
+def test_local_buffers_are_each_process_s_own(two: Cluster) -> None:
+    (first, alone), (second, alone_too) = two.run(local_buffers)
+    torch.testing.assert_close(first, alone)
+    torch.testing.assert_close(second, alone_too)
+    assert not torch.equal(first, second)
+
+
+# --- silent divergence
+
+
+class Skipped(nn.Module):
+    """One layer runs where Dynamo does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.skipped = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return self.skipped(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.seen(x)).pow(2).mean()
+
+
+def step_beside_the_graph() -> str:
+    model = Skipped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(0)))
+    compiled(_inputs(1)[0, dist.get_rank()]).backward()
+    try:
+        optimizer.step()
+    except autoshard.AutoshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "stepped"
+
+
+def test_gradients_that_no_graph_reduced_are_refused(two: Cluster) -> None:
+    for text in two.run(step_beside_the_graph):
+        assert text.startswith("DivergenceError: parameter 'skipped.weight' got a gradient outside")
