@@ -1,0 +1,275 @@
+"""The rewrites on small graphs, in one process that stands for rank 0 of many (a fake process group)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import autoshard
+from autoshard.codegen import Compilation
+from autoshard.console import Phases
+from autoshard.errors import PassError
+from autoshard.inventory import take_inventory
+from autoshard.passes import registry
+from autoshard.passes.base import Context
+from autoshard.passes.choose_zero import make_plan
+from autoshard.passes.dump import Dump
+from autoshard.passes.manager import PassManager
+from autoshard.plan import Plan
+from autoshard.runtime.processes import build_mesh, name_of_everyone
+from autoshard.runtime.shard import Sharder
+from autoshard.runtime.state import ModelState
+from autoshard.runtime.processes import World
+from tests.test_plan import _where
+
+WORLD = 256
+LOGICAL = "name_parameters,merge_unshards,sync_buffers,regather,bucket"  # without the lowering
+
+
+@pytest.fixture(autouse=True, scope="module")
+def many_processes() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+class Blocks(nn.Module):
+    """Three blocks; `order` is the order in which this graph uses them."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 512)
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i in self.order:
+            x = torch.relu(self.layers[i](x))
+        return x.sum()
+
+
+def plan_for(model: nn.Module, zero: int, **config: Any) -> Plan:
+    inventory = take_inventory(model, model.parameters())
+    options = autoshard.Config(zero=zero, replicate_below=0, **config)
+    return make_plan(inventory, options, _where(WORLD))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A pass of the last stage that changes nothing and keeps what it saw."""
+
+    seen: dict[str, GraphModule] = field(default_factory=dict, hash=False)
+
+    name: ClassVar[str] = "record"
+    stage: ClassVar[str] = "split"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        self.seen[context.phase] = gm
+        return gm
+
+
+def rewritten(model: nn.Module, inputs: Tensor, plan: Plan, spec: str = registry.DEFAULT) -> dict[str, GraphModule]:
+    """The final graphs by phase."""
+    torch.compiler.reset()
+    sharder = Sharder(model, plan, build_mesh("cpu", plan.axes))
+    for _ in sharder.shard():
+        pass
+    state = ModelState(model, plan, World(0, WORLD, "cpu"))
+    record = Record()
+
+    def backend(gm: GraphModule, given: Any) -> Any:
+        names = state.names()
+        context = Context(
+            plan,
+            {i: names[id(x)] for i, x in enumerate(given) if id(x) in names},
+            frozenset(i for i, x in enumerate(given) if id(x) in {id(b) for b in model.buffers()}),
+            name_of_everyone(),
+        )
+        manager = PassManager((*registry.parse(spec), record), Dump(None))
+        return Compilation(manager, context, False, Phases(False)).compile(gm, given)
+
+    loss = torch.compile(model, backend=backend)(inputs)
+    if loss.requires_grad:
+        loss.backward()
+    return record.seen
+
+
+def collectives(gm: GraphModule) -> list[str]:
+    """"gather 1024", "reduce 2048", ... with the elements that one process sends into it."""
+    found = []
+    for node in gm.graph.nodes:
+        match = re.match(r"_c10d_functional\.(all_gather|reduce_scatter|all_reduce|broadcast)", str(node.target))
+        if match:
+            found.append(f"{match[1]} {node.args[0].meta['val'].numel()}")
+    return found
+
+
+def test_a_group_travels_in_one_message_each_way() -> None:
+    model = Blocks()
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))
+    embed, layer = (512 * 8 + 512) // WORLD, (512 * 512 + 512) // WORLD
+    assert collectives(graphs["forward"]) == [f"all_gather {embed}"] + [f"all_gather {layer}"] * 3
+    assert_expected_inline(
+        "\n".join(collectives(graphs["backward"])),
+        """\
+all_gather 1024
+all_gather 1024
+reduce_scatter 262656
+all_gather 1024
+reduce_scatter 262656
+reduce_scatter 262656
+reduce_scatter 4608""",
+    )
+
+
+@pytest.mark.parametrize(("zero", "forward", "backward"), [(0, 0, 4), (1, 4, 4), (2, 4, 4), (3, 4, 7)])
+def test_stages_differ_in_degrees_only(zero: int, forward: int, backward: int) -> None:
+    model = Blocks()
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, zero))
+    assert len(collectives(graphs["forward"])) == forward
+    assert len(collectives(graphs["backward"])) == backward
+
+
+def test_the_order_is_the_plan_s_and_not_the_graph_s() -> None:
+    model = Blocks((2, 0, 1))
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3), LOGICAL)
+    there = ["embed", "layers.0", "layers.1", "layers.2"]
+    assert _blocks(graphs["forward"], "unshard_bucket") == there
+    assert _blocks(graphs["backward"], "reduce_bucket") == there[::-1]
+    assert _blocks(graphs["backward"], "unshard_bucket") == there[:0:-1]
+
+
+def _blocks(gm: GraphModule, op: str) -> list[str]:
+    """The groups whose buckets stand in a graph, in order."""
+    return [str(n.args[1]).split(" ")[0].rpartition(".")[0] for n in gm.graph.nodes if op in str(n.target)]
+
+
+def test_a_parameter_used_twice_is_gathered_once_and_reduced_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(300, 64)
+            self.head = nn.Linear(64, 300, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids)).sum()
+
+    model = Tied()
+    graphs = rewritten(model, torch.zeros(4, dtype=torch.long), plan_for(model, 2))
+    assert len(collectives(graphs["forward"])) == 1 and len(collectives(graphs["backward"])) == 1
+
+
+def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
+    model = Blocks()
+    model.layers.requires_grad_(False)
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))
+    reductions = [c for c in collectives(graphs["backward"]) if c.startswith("reduce")]
+    assert len(reductions) == 1
+
+
+def test_changed_buffers_take_one_message_a_dtype() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).sum()
+
+    whole = Sum()
+    graphs = rewritten(whole, torch.randn(4, 8), plan_for(whole, 0))
+    assert collectives(graphs["forward"]) == ["broadcast 2", "broadcast 32"] or collectives(graphs["forward"]) == [
+        "broadcast 32",
+        "broadcast 2",
+    ]
+
+
+def test_gathers_start_one_bucket_ahead_and_reductions_are_waited_for_last() -> None:
+    model = Blocks()
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))
+    kinds = [_kind(n) for n in graphs["forward"].graph.nodes]
+    assert [k for k in kinds if k] == ["gather", "wait", "gather", "mm", "wait", "gather", "mm", "wait", "gather", "mm", "wait", "mm"]
+    after = [_kind(n) for n in graphs["backward"].graph.nodes]
+    assert [k for k in after if k][-4:] == ["wait"] * 4
+
+
+def _kind(node: torch.fx.Node) -> str:
+    table = {"all_gather": "gather", "wait_tensor": "wait", "aten.addmm": "mm", "aten.mm": "mm", "reduce_sc": "reduce"}
+    return next((kind for name, kind in table.items() if name in str(node.target)), "")
+
+
+def test_buckets_can_be_cut() -> None:
+    model = Blocks()
+    spec = registry.DEFAULT.replace("bucket", "bucket{mb=0.5}")
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 2), spec)
+    assert len(collectives(graphs["forward"])) == 7  # each layer's weight (1 MB) and bias apart
+
+
+def test_without_lowering_the_logical_ops_stay() -> None:
+    model = Blocks()
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3), LOGICAL)
+    assert collectives(graphs["forward"]) == []
+    assert sum("autoshard.unshard_bucket" in str(n.target) for n in graphs["forward"].graph.nodes) == 4
+
+
+def test_rewriting_is_deterministic() -> None:
+    texts = []
+    for _ in range(2):
+        model = Blocks()
+        graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))
+        texts.append([g.code for g in graphs.values()])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("bucket,name_parameters", "bucket requires merged, names"),
+        ("name_parameters,merge_unshards,bucket,regather", "works on the joint graph and cannot come after"),
+        ("name_parameters,merge_unshards,bucket{gb=1}", "bucket has no option 'gb'; legal: mb"),
+        ("name_parameters,merge_unshards,bucket{mb=much}", "bucket{mb=much} is not legal"),
+        ("nothing", "'nothing' is no pass; legal: bucket"),
+        ("overlap", "requires collectives; put lower before it"),
+    ],
+)
+def test_an_illegal_pipeline_is_refused_before_anything_runs(spec: str, says: str) -> None:
+    with pytest.raises(PassError, match=re.escape(says)):
+        registry.parse(spec)
+
+
+def test_a_pipeline_and_its_text_are_inverse() -> None:
+    text = "name_parameters,merge_unshards,bucket{mb=25.0},lower,overlap{ahead=2}"
+    assert registry.spec(registry.parse(text)) == text
+
+
+def test_a_pass_that_leaves_a_bad_graph_is_named() -> None:
+    @dataclass(frozen=True)
+    class Careless(Record):
+        name: ClassVar[str] = "careless"
+
+        def run(self, gm: GraphModule, context: Context) -> GraphModule:
+            for node in gm.graph.nodes:
+                node.meta.pop("val", None)
+            return gm
+
+    model = Blocks()
+    manager = PassManager((Careless(),), Dump(None))
+    gm = torch.fx.symbolic_trace(lambda x: torch.relu(x))
+    with pytest.raises(PassError, match="careless left"):
+        manager.run("split", gm, Context(plan_for(model, 3)))
