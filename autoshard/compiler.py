@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autoshard import torch_internals
+from autoshard import skipped, torch_internals
 from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
@@ -81,10 +81,10 @@ class Backend:
 
     def report(self, state: ModelState) -> Report:
         """What was planned for a model, and what compiling it did."""
-        names = set(state.names().values())
+        ids = state.names().keys()
         return Report(
             plan=state.plan,
-            compiled=len(state.compiled & names) / len(names) if names else 1.0,
+            compiled=len(state.compiled & ids) / len(ids) if ids else 1.0,
             phases=tuple(self._phases.seconds.items()),
             passes=tuple(self._manager.history) if self._manager else (),
         )
@@ -104,9 +104,7 @@ class Backend:
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
         with self._phases.phase("compile", "in all so far"):
             run = compilation.compile(gm, inputs)
-        if state is not None:
-            state.compiled.update(context.parameters.values())
-        return run
+        return state.noting_parameters(run, tuple(context.parameters)) if state else run
 
     def _inductor(self) -> bool:
         if self.config.codegen == "inductor" and not has_compiler():
@@ -115,12 +113,16 @@ class Backend:
         return self.config.codegen == "inductor"
 
 
-def registered(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+def registered(
+    gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """The entry point of `torch.compile(model, backend="autoshard", options={...})`."""
+    options = options or {}
     return _backend_of(json.dumps(options, sort_keys=True, default=str), options)(gm, inputs)
 
 
 _registered: dict[str, Backend] = {}
+skipped.watch(lambda backend: backend is registered or isinstance(backend, Backend))
 
 
 def _backend_of(key: str, options: dict[str, Any]) -> Backend:

@@ -156,7 +156,9 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             raise UnsupportedError(
-                f"module {name or 'itself'!r} is wrapped by {type(module).__mro__[1].__name__}; autoshard takes the plain module"
+                f"module {name or 'itself'!r} is wrapped by "
+                f"{'fully_shard' if isinstance(module, FSDPModule) else 'DistributedDataParallel'}; "
+                "autoshard takes the plain module"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from autoshard.errors import UnsupportedError
 
 def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
     """The module that is being compiled: the innermost one on the stack that was given to torch.compile or
-    called `.compile()` and owns a parameter of the graph; for a compiled function, the smallest module that
-    owns all of them. None if the graph has no parameters.
+    called `.compile()` and owns a parameter of the graph; for a compiled function, the largest such module that
+    the function can reach by a name, or else the smallest anywhere that owns all of them. None if the graph has
+    no parameters.
     """
     wanted = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
     if not wanted:
@@ -24,7 +26,20 @@ def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
     for module in _compiled_modules_on_the_stack():
         if wanted & {id(p) for p in module.parameters()}:
             return module
-    return _smallest_owner(wanted)
+    return _reached_by_function(wanted) or _smallest_owner(wanted)
+
+
+def _reached_by_function(wanted: set[int]) -> nn.Module | None:
+    """A compiled function's closure, globals and arguments; after a graph break the graph may be a child's."""
+    owners = []
+    for function, arguments in torch_internals.compiled_functions_on_the_stack():
+        cells = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+        named = [*cells.nonlocals.values(), *cells.globals.values()] if cells else []
+        for module in (v for v in (*named, *arguments) if isinstance(v, nn.Module)):
+            owned = {id(p) for p in module.parameters()}
+            if wanted <= owned:
+                owners.append((len(owned), module))
+    return max(owners, key=lambda entry: entry[0])[1] if owners else None
 
 
 def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ exercises every one of them alone, so that a torch release that moves a name fai
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ __all__ = [
     "FakeTensorMode",
     "OptimizedModule",
     "ThroughDynamo",
+    "backend_of",
     "compile_with_inductor",
+    "compiled_functions_on_the_stack",
         "emit_artifact",
     "inner_inductor",
     "input_position",
@@ -55,6 +58,35 @@ def restart_trace(reason: str) -> None:
     """
     InstructionTranslator.current_tx().speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def compiled_functions_on_the_stack() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """(function, arguments) of every torch.compile'd function that is running, innermost first.
+
+    Reads the frames of `_TorchDynamoContext`'s wrapper, `compile_wrapper(*args, **kwargs)`, and its `fn`.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
+            kwargs = frame.f_locals.get("kwargs", {})
+            yield frame.f_locals["fn"], (*frame.f_locals.get("args", ()), *kwargs.values())
+        frame = frame.f_back
+
+
+def backend_of(module: Any) -> Any:
+    """The backend that torch.compile(module) or module.compile() was given; None if the module is not compiled."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    if isinstance(module, OptimizedModule):
+        callback = getattr(module.dynamo_ctx, "callback", None)
+    else:
+        cells = getattr(getattr(module, "_compiled_call_impl", None), "__closure__", None) or ()
+        contexts = [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "callback")]
+        callback = contexts[0].callback if contexts else None
+    if not callable(callback):
+        return None
+    innermost = innermost_backend(callback)
+    return getattr(innermost, "compiler_fn", innermost)
 
 
 def suppressed_errors() -> bool:

@@ -48,10 +48,18 @@ class Steps:
         """True if all of these took part."""
         return set(names) <= {m.name for m in self.measured}
 
+    def ratios(self, name: str, to: str) -> list[float]:
+        """One contender's step over another's in the same round, for each round."""
+        return [a / b for a, b in zip(self.of(name).seconds, self.of(to).seconds)]
+
     def ratio(self, name: str, to: str) -> float:
-        """The median over the rounds of one contender's step over another's in the same round."""
-        pairs = zip(self.of(name).seconds, self.of(to).seconds)
-        return statistics.median(a / b for a, b in pairs)
+        """The median of the rounds' ratios."""
+        return statistics.median(self.ratios(name, to))
+
+    def spread(self, name: str, to: str) -> str:
+        """The middle half of the rounds' ratios: how sure the median is."""
+        low, _, high = statistics.quantiles(self.ratios(name, to), n=4)
+        return f"{low:.2f} to {high:.2f}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def markdown(results: Results) -> str:
     parts = [_preamble(results)]
     for mbit in sorted({s.mbit for s in results.steps}):
         jobs = [s for s in results.steps if s.mbit == mbit]
-        parts.append(f"## {rate_text(mbit).capitalize()}\n\n{_table(results, jobs)}")
+        parts.append(f"## At {rate_text(mbit)}\n\n{_table(results, jobs)}")
         parts.append(_targets(results, jobs))
     parts.append(_losses(results))
     parts += _list("Skipped", results.skipped) + _list("Failed", results.failures)
@@ -104,11 +112,11 @@ def _preamble(results: Results) -> str:
         "The reference model is a Llama of 4.2 M fp32 parameters (4 layers, hidden 256), 4 x 128 tokens a "
         "rank, AdamW, gradients clipped to norm 1. Contenders take turns step by step, "
         f"{rounds} timed rounds after {WARM_UP}; a step's time is that of the slower rank, a ratio is the "
-        "median of the rounds' own ratios. `compute` is the compiled model without any communication. "
-        "DeepSpeed runs in a job of its own beside ddp and fsdp2, and its ratios are to those. Peak MB "
-        "(10^6 bytes, the larger rank) is what is held between steps, DDP's flat buckets included, plus the "
-        "most that a step's allocations add. The first step counts construction and compilation with empty "
-        "caches, in a job of its own at unlimited rate."
+        "median of the rounds' own ratios (at the targets also the middle half of them). `compute` is the "
+        "compiled model without any communication. DeepSpeed runs in a job of its own beside ddp and fsdp2, "
+        "and its ratios are to those. Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
+        "DDP's flat buckets included, plus the most that a step's allocations add. The first step counts "
+        "construction and compilation with empty caches, in a job of its own at unlimited rate."
     )
 
 
@@ -152,8 +160,9 @@ def _targets(results: Results, jobs: Sequence[Steps]) -> str:
 
 def _time_target(job: Steps, ours: str, peer: str, limit: float) -> str:
     ratio = job.ratio(ours, peer)
+    spread = job.spread(ours, peer)
     verdict = "holds" if ratio <= limit else "does not hold"
-    return f"{ours} takes at most {limit:g} x the step of {peer}: {verdict} ({ratio:.2f})."
+    return f"{ours} takes at most {limit:g} x the step of {peer}: {verdict} ({ratio:.2f}, {spread})."
 
 
 def _memory_target(results: Results, ours: str, peer: str) -> str:

@@ -40,10 +40,10 @@ def test_impossible_degrees_are_refused(degrees: tuple[int, int, int]) -> None:
 def test_groups_follow_blocks_and_order_of_use() -> None:
     plan = make_plan(_blocks(), Config(zero=3), _where())
     assert [g.name for g in plan.groups] == [
-        "embed", "layers.0", "layers.1", "layers.2", "layers.3", "replicated",
+        "replicated", "embed", "layers.0", "layers.1", "layers.2", "layers.3",
     ]  # fmt: skip
-    assert plan.groups[-1].parameters == ("norm.weight",)
-    assert str(plan.groups[-1].degrees) == "1/1/1"
+    assert plan.groups[0].parameters == ("norm.weight",)
+    assert str(plan.groups[0].degrees) == "1/1/1"
 
 
 def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
@@ -98,5 +98,5 @@ def test_memory_is_the_sum_that_anyone_can_check() -> None:
 
 def test_hsdp_is_a_point_of_the_same_space() -> None:
     plan = make_plan(_blocks(), Config(zero=3, mesh={"replicate": 2, "shard": 4}), _where(8))
-    assert str(plan.groups[0].degrees) == "4/4/4" and plan.shard_size == 4
+    assert str(plan.groups[1].degrees) == "4/4/4" and plan.shard_size == 4
     assert {t.collective for t in plan.predicted.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}

@@ -106,7 +106,9 @@ def test_job_store_is_shared() -> None:
     dist.init_process_group("gloo")
     job_store("here").set(str(rank), "x")
     job_store("here").wait(["0", "1"])
-    print("shared")
+    print("shared", flush=True)
+    dist.barrier()  # the store lives in rank 0
+    autoshard.runtime.processes.end_well()
     """
     assert all("shared" in ended.output for ended in launch(2, body))
 
@@ -115,3 +117,18 @@ def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
     launch(1, "from autoshard.torch_internals import emit_artifact; emit_artifact('here', lambda: 'text 42')")
     assert any("text 42" in log.read_text() for log in tmp_path.iterdir())
+
+
+def test_compiled_functions_on_the_stack_are_seen() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.extend(torch_internals.compiled_functions_on_the_stack())
+        return gm.forward
+
+    def function(x: Any) -> Any:
+        return x + 1
+
+    x = torch.ones(2)
+    torch.compile(function, backend=backend)(x)
+    assert found[0][0] is function and found[0][1][0] is x

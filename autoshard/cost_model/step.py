@@ -67,7 +67,7 @@ def traffic(groups: Iterable[GroupCost], link: Link) -> list[tuple[str, str, int
         for collective, phase, payload, size in _messages(g):
             entry = total[collective, phase]
             entry[0] += 1
-            entry[1] += ring_bytes(collective, payload, size)
+            entry[1] += ring_bytes(collective, payload, size, link)
             entry[2] += ring_seconds(collective, payload, size, link)
     return [(c, p, int(n), int(b), s) for (c, p), (n, b, s) in total.items()]
 

@@ -25,12 +25,14 @@ def group_parameters(
     """(name, parameters, may be sharded) in the order of first use.
 
     Parameters of one block form a group even if others come between; those of no block form a group with
-    their neighbours. What is too small or cannot be cut (no rows) is one last group of whole parameters.
+    their neighbours. What is too small or cannot be cut (no rows) is one group of whole parameters. It comes
+    first although its uses are spread: it has no gather, and its one reduction, complete only when backward is,
+    must be the last of all.
     """
     cut = [p for p in inventory.parameters if _can_cut(p, replicate_below)]
     whole = tuple(p for p in inventory.parameters if not _can_cut(p, replicate_below))
     groups = [(name, tuple(members), True) for name, members in _by_block(cut).items()]
-    return groups + ([(WHOLE, whole, False)] if whole else [])
+    return ([(WHOLE, whole, False)] if whole else []) + groups
 
 
 def _can_cut(p: ParameterInfo, replicate_below: int) -> bool:

@@ -33,6 +33,13 @@ def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launched_size() -> int:
+    """How many processes the job has, as far as this one can tell."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
+
+
 def join(device: torch.device, timeout: timedelta) -> World:
     """This process's place in the job; starts a process group if a launcher's variables are there and no
     group is. NCCL for models on GPUs (the device set by LOCAL_RANK), gloo for models on CPUs.

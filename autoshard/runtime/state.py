@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,8 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    reporter: makes the report of this. compiled: names of the parameters that some compiled graph holds.
+    reporter: makes the report of this. compiled: ids of the parameters that compiled graphs were called with (Dynamo may
+    call one graph for several blocks).
     """
 
     model: nn.Module
@@ -33,7 +35,7 @@ class ModelState:
     world: World
     mesh: DeviceMesh | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
-    compiled: set[str] = field(default_factory=set)
+    compiled: set[int] = field(default_factory=set)
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
@@ -51,6 +53,18 @@ class ModelState:
             if any(isinstance(p, DTensor) for p in module._parameters.values()):
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
 
+    def noting_parameters(
+        self, run: Callable[..., Any], positions: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        """`run`, a compiled graph, with a note of the parameters among its arguments."""
+
+        @functools.wraps(run)
+        def noted(*args: Any) -> Any:
+            self.compiled.update(id(args[i]) for i in positions)
+            return run(*args)
+
+        return noted
+
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step on gradients that no compiled graph reduced: processes would drift apart."""
         if self.plan.leaves_alone:
@@ -59,7 +73,7 @@ class ModelState:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 name = names.get(id(p))
-                if name and name not in self.compiled and p.grad is not None:
+                if name and id(p) not in self.compiled and p.grad is not None:
                     raise DivergenceError(
                         f"parameter {name!r} got a gradient outside of any graph that autoshard compiled, so "
                         "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"

@@ -1,0 +1,48 @@
+"""Models that were compiled with autoshard and that torch.compile skipped: they would train apart, silently.
+
+Dynamo leaves alone what is written in torch.nn (an nn.LSTM; an nn.Sequential compiled in place), so the backend
+is never called. The first step of each optimizer looks for such a model.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard import torch_internals
+from autoshard.errors import DivergenceError
+from autoshard.runtime.processes import launched_size
+from autoshard.runtime.state import state_of
+
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def watch(is_ours: Callable[[Any], bool]) -> None:
+    """Installs the check for models whose backend is ours, on all optimizers, by torch's public hook."""
+
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in _checked and launched_size() > 1:
+            _refuse_skipped(optimizer, is_ours)
+            _checked.add(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in o.__dict__]:
+        if not is_ours(torch_internals.backend_of(module)) or state_of(module) is not None:
+            continue
+        if stepped & {id(p) for p in module.parameters()}:
+            original = getattr(module, "_orig_mod", module)
+            raise DivergenceError(
+                f"{type(original).__name__} was compiled with autoshard, but torch.compile never gave it a graph "
+                "(Dynamo skips what is written in torch.nn, such as LSTM), so processes would silently differ; "
+                "call it from a module of your own and compile that"
+            )

@@ -1,0 +1,102 @@
+"""What Inductor makes of the rewritten graph: the planned order, and caches that never mix plans."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+
+TRAIN = """
+from torch._dynamo.utils import counters
+model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = compiled(model, codegen="inductor", {options})
+for i in range(3):
+    step(torch.full((4, 8), 1.0 + rank + i)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+total = sum((p.full_tensor() if hasattr(p, "full_tensor") else p).double().sum().item() for p in model.parameters())
+print("total", round(total, 4))
+print("hits", counters["inductor"]["fxgraph_cache_hit"], "misses", counters["inductor"]["fxgraph_cache_miss"])
+print("report", "Parameters in compiled graphs: 100.0%" in str(autoshard.report(step)))
+"""
+
+
+def _train(options: str) -> list[str]:
+    outputs = []
+    for ended in launch(2, TRAIN.format(options=options)):
+        assert ended.code == 0, ended.output
+        outputs.append(ended.output)
+    return outputs
+
+
+def _of(word: str, output: str) -> str:
+    found = re.search(rf"^{word} (.*)$", output, re.M)
+    assert found, output
+    return found[1]
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return tmp_path
+
+
+def test_a_warm_start_skips_code_generation_and_another_plan_is_not_mistaken(fresh_cache: Path) -> None:
+    cold, warm = _train("zero=3"), _train("zero=3")
+    assert all(_of("hits", o).startswith("0 ") for o in cold)
+    assert all(_of("hits", o) == "2 misses 0" for o in warm)
+    other = _train("zero=2")
+    assert all(int(_of("hits", o).split(" misses ")[1]) > 0 for o in other)
+    assert len({_of("total", o) for o in [*cold, *warm, *other]}) == 1
+    assert all(_of("report", o) == "True" for o in [*cold, *warm])
+
+
+COLLECTIVE = re.compile(r"_c10d_functional\.(all_gather_into_tensor|reduce_scatter_tensor|all_reduce)(?:_out|_)?\b")
+
+
+def _sequence(code: str) -> list[str]:
+    """The collectives that a text of calls starts, in order."""
+    lines = [line for line in code.splitlines() if "=" in line or "torch.ops" in line]
+    return [m[1] for line in lines if "Topologically" not in line and (m := COLLECTIVE.search(line))]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_planned_order_is_in_the_generated_code(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    code, dump = fresh_cache / "code", fresh_cache / "dump"
+    monkeypatch.setenv("TORCH_COMPILE_DEBUG", "1")
+    monkeypatch.setenv("TORCH_COMPILE_DEBUG_DIR", str(code))
+    monkeypatch.setenv("AUTOSHARD_DUMP", str(dump))
+    _train(f"zero={zero}")
+    for phase in ("forward", "backward"):
+        planned = _sequence(next((dump / "rank0").glob(f"*_overlap_{phase}_after.py")).read_text())
+        generated = [_sequence(f.read_text()) for f in code.rglob("output_code.py") if phase in str(f)]
+        assert planned or (zero == 0 and phase == "forward")
+        assert generated and all(g == planned for g in generated)
+
+
+def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
+    launch(2, "step = compiled(model)\nstep(torch.randn(4, 8)).sum().backward()")
+    names = sorted(f.name for f in (tmp_path / "rank0").iterdir())
+    assert {"plan.json", "environment.txt", "passes.jsonl", "00_name_parameters_traced_before.py"} <= set(names)
+    assert "passes name_parameters,merge_unshards" in (tmp_path / "rank0" / "environment.txt").read_text()
+    lowered = next((tmp_path / "rank0").glob("*_lower_forward_after.py")).read_text()
+    assert "torch.ops._c10d_functional.all_gather_into_tensor" in lowered
+
+
+def test_without_a_compiler_codegen_is_eager_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+    os.environ["PATH"], os.environ["CXX"] = "/nowhere", "/nowhere/g++"
+    step = compiled(codegen="inductor")
+    for _ in range(3):
+        step(torch.randn(4 + rank, 8)).sum().backward()
+    """
+    for ended in launch(2, body):
+        assert ended.code == 0, ended.output
+        assert ended.output.count("no C++ compiler found") == 1

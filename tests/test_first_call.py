@@ -1,0 +1,172 @@
+"""The first call: what it takes, and which module it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import autoshard
+from tests.cluster import Cluster
+
+CONFIG = autoshard.Config(zero=3, codegen="eager", replicate_below=0, timeout=60, verbose=False)
+
+
+def peak_of_first_call() -> tuple[int, int, int]:
+    """(peak bytes, bytes after, bytes of the whole parameters), from the allocator's events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(6)])
+        _compile(model)(torch.ones(1, 1024))
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    running = peak = 0
+    for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            running += event.nbytes()
+            peak = max(peak, running)
+    return peak, running, whole
+
+
+def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
+    for peak, after, whole in two.run(peak_of_first_call):
+        shard, one = whole // 2, whole // 6
+        assert whole < peak <= whole + shard + one + whole // 50, (peak, whole)
+        # gloo's two threads keep the tensors of their last gather, in and out, until the next one
+        assert after <= shard + 3 * one + whole // 50, (after, whole)
+
+
+# --- which module is found
+
+
+def _compile(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend=autoshard.backend(CONFIG))
+
+
+def _compile_in_place(model: nn.Module) -> Callable[..., Any]:
+    model.compile(backend=autoshard.backend(CONFIG))
+    return model
+
+
+def _compile_function(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(lambda x: model(x), backend=autoshard.backend(CONFIG))
+
+
+def _compile_by_name(model: nn.Module) -> Callable[..., Any]:
+    options = {"zero": 3, "codegen": "eager", "replicate_below": 0, "verbose": False}
+    return torch.compile(model, backend="autoshard", options=options)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+class Breaks(nn.Module):
+    """Graph breaks inside a loop over children: the first graph is a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+WAYS = {f.__name__: f for f in (_compile, _compile_in_place, _compile_function, _compile_by_name)}
+MODELS = {"plain": Plain, "breaks": Breaks}
+
+
+def finds(way: str, name: str) -> tuple[bool, float, float]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    whole = [p.detach().clone() for p in model.parameters()]
+    compiled = WAYS[way](model)
+    loss = compiled(torch.full((2, 6), 1.0 + dist.get_rank())).sum()
+    loss.backward()
+    sharded = all(isinstance(p, DTensor) for p in model.parameters())
+    with autoshard.gathered(model):
+        error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), whole))
+    return sharded, error, autoshard.report(model).compiled
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_compiled_module_is_found(two: Cluster, way: str, name: str) -> None:
+    for sharded, error, compiled in two.run(finds, way, name):
+        assert sharded and error == 0.0 and compiled == 1.0
+
+
+def wrapped() -> str:
+    model = nn.parallel.DistributedDataParallel(Layer())
+    try:
+        _compile(model)(torch.ones(2, 6))
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "compiled"
+
+
+def test_wrapped_modules_are_refused(two: Cluster) -> None:
+    for text in two.run(wrapped):
+        assert "DistributedDataParallel" in text
+
+
+def pinned(world: int, name: str) -> str:
+    group = autoshard.ParameterGroup("all", (f"{name}.weight", "0.bias"), autoshard.Degrees(1, 1, 1))
+    plan = autoshard.Plan(world, (("shard", world),), (group,))
+    model = nn.Sequential(nn.Linear(4, 4))
+    try:
+        torch.compile(model, backend=autoshard.backend(autoshard.Config(plan=plan, codegen="eager")))(torch.ones(2, 4))
+    except autoshard.AutoshardError as error:
+        return str(error)
+    found = autoshard.plan_of(model)
+    assert found == plan
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "says"),
+    [(2, "0", "trained"), (3, "0", "made for 3 processes; the job has 2"), (2, "1", "not of this model: '0.weight'")],
+)
+def test_a_pinned_plan_is_used_or_refused(two: Cluster, world: int, name: str, says: str) -> None:
+    for text in two.run(pinned, world, name):
+        assert says in text
+
+
+def skipped_by_dynamo(name: str) -> str:
+    model = {"lstm": lambda: nn.LSTM(6, 6), "sequential": lambda: nn.Sequential(nn.Linear(6, 6))}[name]()
+    model.compile(backend=autoshard.backend(CONFIG))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = model(torch.ones(2, 6))
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+    try:
+        optimizer.step()
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("name", ["lstm", "sequential"])
+def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str) -> None:
+    for text in two.run(skipped_by_dynamo, name):
+        assert "torch.compile never gave it a graph" in text
