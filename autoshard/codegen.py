@@ -99,9 +99,11 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         self._partition, self._identity = partition, identity
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """The forward and the backward graph of a joint one."""
         return self._partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
+        """What a cache entry of Inductor's belongs to."""
         return self._identity
 
 

@@ -45,6 +45,7 @@ class Backend:
         self._phases = Phases(shown=False)
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What torch.compile asks of a backend: something that runs `gm`."""
         state = self._state_for(inputs)
         if state is None:
             model = find_owner(inputs)

@@ -28,10 +28,12 @@ class ParameterInfo:
 
     @property
     def elements(self) -> int:
+        """Numbers in the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
+        """Bytes of the whole parameter."""
         return self.elements * self.itemsize
 
 
@@ -54,6 +56,7 @@ class Inventory:
 
     @property
     def hash(self) -> str:
+        """Stable over processes and time."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 

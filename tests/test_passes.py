@@ -25,10 +25,9 @@ from autoshard.passes.choose_zero import make_plan
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
-from autoshard.runtime.processes import build_mesh, name_of_everyone
+from autoshard.runtime.processes import World, build_mesh, name_of_everyone
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState
-from autoshard.runtime.processes import World
 from tests.test_plan import _where
 
 WORLD = 256

@@ -16,7 +16,18 @@ from autoshard.errors import StaleParameterError, UnsupportedError
 from autoshard.passes.choose_zero import make_plan
 from tests.cluster import Cluster
 from tests.models import CASES
-from tests.parity import Distance, Trainer, adamw, batches_of, measure, rank0_copy, see_gradients, see_state, sgd, whole
+from tests.parity import (
+    Distance,
+    Trainer,
+    adamw,
+    batches_of,
+    measure,
+    rank0_copy,
+    see_gradients,
+    see_state,
+    sgd,
+    whole,
+)
 from tests.test_plan import _where
 
 TOLERANCE = 1e-4

@@ -56,6 +56,7 @@ class Topology:
 
     @property
     def world(self) -> int:
+        """Processes in all."""
         return self.nodes * self.per_node
 
     @property

@@ -39,6 +39,7 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
+        """False if every process holds all rows."""
         return self.group != ""
 
     @property

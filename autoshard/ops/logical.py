@@ -24,7 +24,7 @@ from autoshard.ops.layout import Layout
 _c10d = torch.ops._c10d_functional
 
 
-def define_unshard_bucket(
+def _define_unshard_bucket(
     shards: Sequence[Tensor], names: str, shapes: Sequence[int], ndims: Sequence[int], layout: str
 ) -> list[Tensor]:
     spec, full = Layout.parse(layout), wire.split_shapes(shapes, ndims)
@@ -35,7 +35,7 @@ def define_unshard_bucket(
     return wire.unpack_full(gathered, full, spec)
 
 
-def define_reduce_bucket(
+def _define_reduce_bucket(
     grads: Sequence[Tensor],
     names: str,
     shapes: Sequence[int],
@@ -55,17 +55,17 @@ def define_reduce_bucket(
     return wire.unpack_shards(flat, shards, [tuple(g.shape) for g in grads], dtype, spec)
 
 
-def define_unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
-    return define_unshard_bucket([shard], name, shape, [len(shape)], layout)[0]
+def _define_unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
+    return _define_unshard_bucket([shard], name, shape, [len(shape)], layout)[0]
 
 
-def define_reduce_grad(
+def _define_reduce_grad(
     grad: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str, name: str
 ) -> Tensor:
-    return define_reduce_bucket([grad], name, shape, [len(shape)], dtype, layout)[0]
+    return _define_reduce_bucket([grad], name, shape, [len(shape)], dtype, layout)[0]
 
 
-def define_replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
+def _define_replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
     flat = torch.cat([v.reshape(-1) for v in values])
     flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, group))
     return wire.split_like(flat, [tuple(v.shape) for v in values])
@@ -74,7 +74,7 @@ def define_replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tenso
 @torch.library.custom_op("autoshard::unshard", mutates_args=())
 def unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
     """The full parameter of `shape`, in the layout's compute dtype, from this process's rows."""
-    return define_unshard(shard, shape, layout, name).clone()
+    return _define_unshard(shard, shape, layout, name).clone()
 
 
 @torch.library.custom_op("autoshard::reduce_grad", mutates_args=())
@@ -82,7 +82,7 @@ def reduce_grad(
     grad: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str, name: str
 ) -> Tensor:
     """This process's rows, of `shape`, of the mean gradient, in the parameter's dtype."""
-    return define_reduce_grad(grad, shape, dtype, layout, name).clone()
+    return _define_reduce_grad(grad, shape, dtype, layout, name).clone()
 
 
 @torch.library.custom_op("autoshard::unshard_bucket", mutates_args=())
@@ -90,7 +90,7 @@ def unshard_bucket(
     shards: Sequence[Tensor], names: str, shapes: Sequence[int], ndims: Sequence[int], layout: str
 ) -> list[Tensor]:
     """`unshard` of several parameters of one layout; full shapes one after the other, `ndims` of each."""
-    return [t.clone() for t in define_unshard_bucket(shards, names, shapes, ndims, layout)]
+    return [t.clone() for t in _define_unshard_bucket(shards, names, shapes, ndims, layout)]
 
 
 @torch.library.custom_op("autoshard::reduce_bucket", mutates_args=())
@@ -103,13 +103,13 @@ def reduce_bucket(
     layout: str,
 ) -> list[Tensor]:
     """`reduce_grad` of several gradients of one layout; shard shapes one after the other."""
-    return [t.clone() for t in define_reduce_bucket(grads, names, shapes, ndims, dtype, layout)]
+    return [t.clone() for t in _define_reduce_bucket(grads, names, shapes, ndims, dtype, layout)]
 
 
 @torch.library.custom_op("autoshard::replicate_buffers", mutates_args=())
 def replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
     """Rank 0's values (all of one dtype) on every process of `group`."""
-    return [t.clone() for t in define_replicate_buffers(values, group)]
+    return [t.clone() for t in _define_replicate_buffers(values, group)]
 
 
 @torch.library.custom_op("autoshard::hold", mutates_args=())
@@ -191,11 +191,11 @@ add_held.register_autograd(
 
 _ops = torch.ops.autoshard
 DEFINITIONS: dict[Any, Callable[..., Any]] = {
-    _ops.unshard.default: define_unshard,
-    _ops.reduce_grad.default: define_reduce_grad,
-    _ops.unshard_bucket.default: define_unshard_bucket,
-    _ops.reduce_bucket.default: define_reduce_bucket,
-    _ops.replicate_buffers.default: define_replicate_buffers,
+    _ops.unshard.default: _define_unshard,
+    _ops.reduce_grad.default: _define_reduce_grad,
+    _ops.unshard_bucket.default: _define_unshard_bucket,
+    _ops.reduce_bucket.default: _define_reduce_bucket,
+    _ops.replicate_buffers.default: _define_replicate_buffers,
     _ops.hold.default: lambda full, holder: full,
     _ops.add_held.default: lambda full, held: full,
 }
