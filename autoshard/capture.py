@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
-from autoshard.errors import UnsupportedError
+from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, take_inventory
 from autoshard.torch_internals import FakeTensorMode, ThroughDynamo
 
@@ -42,6 +42,13 @@ def capture(model: nn.Module, example_inputs: Any) -> Inventory:
             torch.compile(shadow, backend=read)(*args, **kwargs)
         except _Captured:
             return found[0]
+        except AutoshardError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be called with these example inputs: "
+                f"{str(error).splitlines()[0]}; legal: a tensor, a tuple of arguments, or a dict of keywords"
+            ) from error
     raise UnsupportedError(
         f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
     )
@@ -51,8 +58,8 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments from the forms that example inputs may have."""
     if isinstance(example_inputs, dict):
         return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple):
-        return example_inputs, {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
     return (example_inputs,), {}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from autoshard.config import Config
@@ -85,7 +86,10 @@ def _topology(arguments: argparse.Namespace) -> Topology:
 def _states(candidate: Candidate) -> int | None:
     if candidate.optimizer_factory is None:
         return None
-    return states_of(candidate.optimizer_factory(candidate.model.parameters()))
+    optimizer = candidate.optimizer_factory(candidate.model.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelFileError(f"the optimizer factory returned {type(optimizer).__name__}; legal: a torch optimizer")
+    return states_of(optimizer)
 
 
 def _config(arguments: argparse.Namespace) -> Config:
@@ -102,7 +106,7 @@ def _value(name: str, text: str) -> Any:
     if name == "zero":
         return int(text) if text.isdigit() else text
     if name == "memory_budget":
-        return float(text) if text.startswith(("0.", ".")) else text
+        return _budget(text)
     if name == "mesh":
         return _mesh(text)
     if name == "disable_passes":
@@ -113,6 +117,15 @@ def _value(name: str, text: str) -> Any:
         except ValueError:
             raise ConfigError(f"{name}: {text!r} is not a number") from None
     return text
+
+
+def _budget(text: str) -> float | str:
+    """A share such as 0.9 or 1.0 as a float, an amount as its text."""
+    try:
+        share = float(text)
+    except ValueError:
+        return text
+    return share if "." in text else text
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -102,6 +102,12 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         """The forward and the backward graph of a joint one."""
         return self._partition(gm, joint_inputs, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        return self  # Inductor copies its configuration when it writes debug output
+
+    def __reduce__(self) -> Any:
+        return str, (self._identity,)  # and pickles it into its cache's keys
+
     def uuid(self) -> str:
         """What a cache entry of Inductor's belongs to."""
         return self._identity

@@ -9,6 +9,7 @@ one process alone.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from autoshard import skipped, torch_internals
 from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
-from autoshard.first_call import FirstCall
+from autoshard.first_call import FirstCall, refuse_unplanned
 from autoshard.owner import find_owner
 from autoshard.passes import registry
 from autoshard.passes.base import Context
@@ -40,7 +41,7 @@ class Backend:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
-        self._states: list[ModelState] = []
+        self._states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
 
@@ -68,7 +69,7 @@ class Backend:
         first = FirstCall(self.config, self.manager(world.rank), self._phases, model, gm, inputs, world)
         state = state_of(model) or first.carry_out()
         state.reporter = self.report
-        self._states.append(state)
+        self._states.add(state)
         if not state.plan.leaves_alone:
             torch_internals.restart_trace("autoshard sharded the parameters")
         return state
@@ -96,6 +97,8 @@ class Backend:
         rank = state.world.rank if state else 0
         plan = state.plan if state else Plan(1, (("shard", 1),), ())
         names = state.names() if state else {}
+        if state and not plan.leaves_alone:
+            refuse_unplanned(state, inputs)
         context = Context(
             plan=plan,
             parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},

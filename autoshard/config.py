@@ -114,8 +114,7 @@ class Config:
         legal = tuple(sorted(registry.PASSES))
         for name in self.disable_passes:
             _one_of("disable_passes", name, legal)
-        if self.passes is not None:
-            registry.parse(self.passes)
+        registry.pipeline_for(self.passes, self.disable_passes)
 
     def mesh_axes(self) -> tuple[tuple[str, int], ...] | None:
         """The axes asked for, outermost first; None where all processes shard."""

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from autoshard.config import Config
@@ -50,7 +49,7 @@ class FirstCall:
         self.config, self.manager, self.phases = config, manager, phases
         self.model, self.gm, self.world = model, gm, world
         self.used = [x for x in inputs if isinstance(x, nn.Parameter)]
-        self.optimizers = optimizers.holding(model.parameters())
+        self.optimizers = optimizers.holding({id(p): name for name, p in model.named_parameters()})
 
     def carry_out(self) -> ModelState:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
@@ -67,7 +66,6 @@ class FirstCall:
         if not plan.leaves_alone:
             self._shard(state)
         state.attach()
-        _watch_optimizers(state)
         return state
 
     def _agree(self, inventory: Inventory) -> Plan:
@@ -139,18 +137,6 @@ class FirstCall:
 _count_first_calls = itertools.count()
 
 
-def _watch_optimizers(state: ModelState) -> None:
-    """Checks before each step of any optimizer that what it steps on is sound."""
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        ours = {id(p) for p in state.model.parameters()}
-        if state.plan.sharded and any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
-            optimizers.check_steps_on_shards(optimizer)
-        state.check_before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-
-
 def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
     """Named errors for what would be silently wrong, before anything is touched."""
     for name, module in model.named_modules():
@@ -163,6 +149,11 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(f"parameter {name!r} is a DTensor already; autoshard takes plain parameters")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
+            raise UnsupportedError(
+                f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
+                "register hooks after it, and zero_grad before it"
+            )
     _refuse_writes(gm)
     if torch_internals.suppressed_errors():
         raise UnsupportedError("torch._dynamo.config.suppress_errors is set: a failure would train unsharded")
@@ -175,6 +166,16 @@ def _refuse_writes(gm: GraphModule) -> None:
             raise UnsupportedError(
                 f"forward writes to parameter {node.target} in place (an embedding's max_norm, say); "
                 "on a shard that write would be lost"
+            )
+
+
+def refuse_unplanned(state: ModelState, inputs: Sequence[Any]) -> None:
+    """A graph may only train parameters that were there at the first call: others would not be reduced."""
+    for x in inputs:
+        if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in state.ids:
+            raise UnsupportedError(
+                f"parameter {state.names().get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
+                "of another model; add parameters before the first call"
             )
 
 

@@ -42,8 +42,12 @@ def from_file(spec: str) -> Candidate:
         raise ModelFileError(
             f"{path} has no function {name or 'build'!r} (it has: {', '.join(legal) or 'none'}); paste this into it:\n{_PASTE}"
         )
-    with torch.device("meta"):
-        return _checked(path, build())
+    try:
+        with torch.device("meta"):
+            built = build()
+    except Exception as error:
+        raise ModelFileError(f"{name or 'build'}() in {path} failed: {type(error).__name__}: {error}") from error
+    return _checked(path, built)
 
 
 def _import(path: Path) -> ModuleType:
@@ -66,6 +70,8 @@ def _checked(path: str, built: Any) -> Candidate:
             f"build() in {path} returned {type(built).__name__}; legal: (model, example_inputs) or "
             f"(model, example_inputs, optimizer_factory):\n{_PASTE}"
         )
+    if len(built) == 3 and not callable(built[2]):
+        raise ModelFileError(f"build() in {path} returned no optimizer factory but {built[2]!r}; legal: a callable")
     return Candidate(*built)
 
 

@@ -132,6 +132,8 @@ class Plan:
                     f"plan: group {group.name!r} shards over {group.degrees.optimizer} processes; "
                     f"legal: 1 or the shard axis, {self.shard_size}"
                 )
+            if group.ranks and self.shard_size != self.world:
+                raise PlanError(f"plan: group {group.name!r} names ranks; legal only where all processes shard")
             if any(not 0 <= r < self.shard_size for r in group.ranks):
                 raise PlanError(
                     f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}"

@@ -35,7 +35,7 @@ def watch(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in o.__dict__]:
         if not is_ours(torch_internals.backend_of(module)) or state_of(module) is not None:
             continue

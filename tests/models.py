@@ -48,7 +48,7 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=67, n_positions=32, use_cache=False,
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=67, n_positions=32, use_cache=False,
                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
-        BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=44, vocab_size=67,
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=44, vocab_size=67,
                    max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
-        ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=44, image_size=16,
+        ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=44, image_size=16,
                   patch_size=8, num_labels=7, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
-        T5Config(d_model=32, d_kv=8, d_ff=44, num_layers=2, num_heads=4, vocab_size=67, dropout_rate=0.0,
+        T5Config(d_model=32, d_kv=8, d_ff=44, num_layers=1, num_heads=4, vocab_size=67, dropout_rate=0.0,
                  use_cache=False, decoder_start_token_id=0)
     )  # fmt: skip
 

@@ -367,3 +367,86 @@ def step_beside_the_graph() -> str:
 def test_gradients_that_no_graph_reduced_are_refused(two: Cluster) -> None:
     for text in two.run(step_beside_the_graph):
         assert text.startswith("DivergenceError: parameter 'skipped.weight' got a gradient outside")
+
+
+class Half(nn.Module):
+    """Two layers; only the first is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Net(), nn.Linear(8, 8)
+
+
+def step_outside(what: str) -> str:
+    model = Half()
+    compiled: Any = torch.compile(model.first, backend=autoshard.backend(_config(0)))
+    x = _inputs(1)[0, dist.get_rank()]
+    try:
+        if what == "grown":
+            compiled(x).backward()
+            model.first.down = nn.Linear(15, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled(model.second(x)).backward()
+        optimizer.step()
+    except autoshard.AutoshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "stepped"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("beside", "DivergenceError: the optimizer steps a parameter of shape (8, 8) that is in no model"),
+        ("grown", "UnsupportedError: parameter 'down.weight' of shape (8, 15) came after the first call"),
+    ],
+)
+def test_parameters_that_nothing_reduces_are_refused(two: Cluster, what: str, says: str) -> None:
+    for text in two.run(step_outside, what):
+        assert text.startswith(says), text
+
+
+# --- held gradients
+
+
+def held(order: str) -> Tensor:
+    """The gradient of a weight after a backward inside no_sync and others outside; each counts once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(0)))
+    x = torch.ones(1, 4)
+    compiled(x)
+    early = compiled(x).sum()
+    with autoshard.no_sync(compiled):
+        compiled(x).sum().backward()
+    if order == "twice":
+        (compiled(x) + compiled(x)).sum().backward()
+    else:
+        early.backward()
+        compiled(x).sum().backward()
+    weight = model[0].weight
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("order", ["twice", "early"])
+def test_held_gradients_count_once(two: Cluster, order: str) -> None:
+    for gradient in two.run(held, order):
+        assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
+
+
+def step_while_held() -> str:
+    model, _, compiled = _compiled(_config(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(_inputs(1)[0, 0]).backward()
+    with autoshard.no_sync(compiled):
+        compiled(_inputs(1)[0, 0]).backward()
+    try:
+        optimizer.step()
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "stepped"
+
+
+def test_a_step_while_gradients_wait_is_refused(two: Cluster) -> None:
+    for text in two.run(step_while_held):
+        assert "gradients of backwards inside no_sync still wait" in text

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
-Key = tuple[int, Any, Any]  # (position of the group in the plan, layout, dtype)
+Key = tuple[int, Any, Any]  # (position of the group in the plan, layout, dtypes in and out)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Bucket:
         for node in graphs.calls(gm, op):
             order = context.plan.order[node.args[name_at]]  # type: ignore[index]
             layout = node.args[name_at - 1]
-            groups[order, layout, graphs.example(node.args[0]).dtype].append(node)  # type: ignore[arg-type]
+            dtypes = (graphs.example(node.args[0]).dtype, graphs.example(node).dtype)  # type: ignore[arg-type]
+            groups[order, layout, dtypes].append(node)
         keys = sorted(groups, key=lambda k: (k[0], k[1], str(k[2])), reverse=reverse)
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]]) for k in keys]  # type: ignore[index]
@@ -78,7 +79,7 @@ def _gather(gm: GraphModule, members: list[Node]) -> Node:
     at = graphs.positions(gm.graph)
     first = min(members, key=at.__getitem__)
     shapes = [list(m.args[1]) for m in members]  # type: ignore[arg-type]
-    shards = [_as_early_as(gm, m.args[0], first) for m in members]
+    shards = [_as_early_as(m.args[0], first) for m in members]
     with gm.graph.inserting_before(first):
         bucket = gm.graph.call_function(
             graphs.UNSHARD_BUCKET,
@@ -88,7 +89,7 @@ def _gather(gm: GraphModule, members: list[Node]) -> Node:
     return bucket
 
 
-def _as_early_as(gm: GraphModule, shard: Any, first: Node) -> Node:
+def _as_early_as(shard: Any, first: Node) -> Node:
     """Moves what makes a shard of a graph input (a detach, say) before `first`."""
     assert isinstance(shard, Node)
     chain = []
@@ -151,6 +152,5 @@ def _order_up(buckets: list[Node]) -> None:
         at = graphs.positions(later.graph)
         if at[earlier] > at[later]:
             for shard in earlier.all_input_nodes:
-                if shard.op != "placeholder":
-                    later.prepend(shard)
+                _as_early_as(shard, later)
             later.prepend(earlier)

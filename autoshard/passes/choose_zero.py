@@ -93,6 +93,8 @@ def _fix(least: Plan, config: Config, where: Circumstances) -> str:
         return 'zero="auto" or zero=3'
     divided = memory["parameters"] + memory["gradients"] + memory["optimizer"]
     constant = memory["gathered"] + memory["buckets"]
+    if least.world == 1:
+        return f"more than one process, or a budget of {bytes_text(least.predicted.state_bytes)}"
     if constant < where.budget:
         processes = -(-divided * least.world // (where.budget - constant))
         return f"{processes} processes instead of {least.world}, or a budget of {bytes_text(least.predicted.state_bytes)}"

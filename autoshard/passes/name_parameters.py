@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from autoshard.errors import PassError
+from autoshard.errors import PassError, UnsupportedError
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
@@ -25,12 +25,32 @@ class NameParameters:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        _refuse_nested(gm)
         for node in graphs.calls(gm, graphs.UNSHARD):
+            _refuse_writes(node)
             source = _source(node)
             if source not in inputs or inputs[source] not in context.parameters:
                 raise PassError(f"name_parameters: {node.format_node()} does not unshard a graph input")
             node.args = (*node.args[:3], context.parameters[inputs[source]])
         return gm
+
+
+def _refuse_nested(gm: GraphModule) -> None:
+    for name, inner in gm.named_children():
+        if isinstance(inner, GraphModule) and graphs.calls(inner, graphs.UNSHARD):
+            raise UnsupportedError(
+                f"a region of its own ({name}) uses sharded parameters: torch.utils.checkpoint and other "
+                "higher-order operators are not supported yet; turn gradient checkpointing off"
+            )
+
+
+def _refuse_writes(unshard: Node) -> None:
+    value = unshard.meta.get("example_value")
+    if value is not None and value._version > 0:
+        raise UnsupportedError(
+            f"forward writes to {unshard.args[0]} in place (an embedding's max_norm, say); "
+            "on a gathered copy that write would be lost"
+        )
 
 
 def _source(unshard: Node) -> Node:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from autoshard.errors import PassError
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
@@ -20,6 +21,10 @@ class Overlap:
 
     ahead: int = 1
 
+    def __post_init__(self) -> None:
+        if self.ahead < 1:
+            raise PassError(f"passes: overlap{{ahead={self.ahead}}} is not legal; legal: 1 or more")
+
     name: ClassVar[str] = "overlap"
     stage: ClassVar[Stage] = "split"
     requires: ClassVar[frozenset[str]] = frozenset({"collectives"})
@@ -28,46 +33,40 @@ class Overlap:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         self._prefetch(gm)
-        _wait_late(gm)
+        if context.phase == "backward":
+            _wait_late(gm)
         return gm
 
     def _prefetch(self, gm: GraphModule) -> None:
         gathers = graphs.calls(gm, graphs.GATHER)
         waits = [next(iter(g.users)) for g in gathers]
+        head = gm.graph.find_nodes(op="placeholder")[-1]
         for i, gather in enumerate(gathers):
-            target = waits[i - self.ahead] if i >= self.ahead else None
+            target = waits[i - self.ahead] if i >= self.ahead else head
             at = graphs.positions(gm.graph)
-            if target is not None and at[gather] <= at[target]:
-                continue
-            _move_after(gm, _chain(gather, target, at), target)
+            if at[gather] > at[target]:
+                _move_after(_chain(gather, target, at), target)
+            if i < self.ahead:
+                head = gather
 
 
-def _chain(gather: Node, limit: Node | None, at: dict[Node, int]) -> list[Node]:
+def _chain(gather: Node, limit: Node, at: dict[Node, int]) -> list[Node]:
     """The gather and the copies that feed it, as far as they stand after `limit`."""
     found: set[Node] = set()
     todo = [gather]
     while todo:
         node = todo.pop()
-        if node.op == "placeholder" or node in found or (limit and at[node] <= at[limit]):
+        if node.op == "placeholder" or node in found or at[node] <= at[limit]:
             continue
         found.add(node)
         todo.extend(node.all_input_nodes)
     return sorted(found, key=at.__getitem__)
 
 
-def _move_after(gm: GraphModule, chain: list[Node], target: Node | None) -> None:
-    """Moves a chain behind `target`, or to the head of the graph but behind the gathers that are there."""
-    if target is None:
-        target = _end_of_head(gm)
+def _move_after(chain: list[Node], target: Node) -> None:
     for node in chain:
-        if node is not target:
-            target.append(node)
-            target = node
-
-
-def _end_of_head(gm: GraphModule) -> Node:
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return inputs[-1]
+        target.append(node)
+        target = node
 
 
 def _wait_late(gm: GraphModule) -> None:

@@ -65,11 +65,15 @@ def _value(name: str, key: str, text: str, kind: type) -> Any:
 
 def _text(p: Any) -> str:
     changed = [
-        f"{f.name}={str(getattr(p, f.name)).lower()}"
+        f"{f.name}={_option_text(getattr(p, f.name))}"
         for f in dataclasses.fields(p)
         if getattr(p, f.name) != f.default
     ]
     return p.name + (f"{{{' '.join(changed)}}}" if changed else "")
+
+
+def _option_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check(pipeline: Sequence[Pass]) -> None:

@@ -3,8 +3,8 @@
 [Note: Held gradients]
 Where the plan keeps whole gradients (stages 0 and 1), a backward inside `no_sync` adds them to side buffers,
 the gradients of "holders": leaves of the parameter's full shape that take no memory themselves. `p.grad` stays
-None. The first backward outside adds what is held before its one reduction, and the holder is cleared at the
-moment that `p.grad` received it, so a backward that never comes loses nothing. Where gradients are sharded
+None. The first forward outside takes what is held into its graph, and its backward adds it before the one
+reduction. A forward whose backward never comes drops it, as it would drop its own. Where gradients are sharded
 (stages 2 and 3), every backward reduces, and `no_sync` changes nothing.
 """
 
@@ -47,21 +47,17 @@ class Accumulation:
             if before != "hold":
                 self._arrange_flush()
 
+    def waiting(self) -> bool:
+        """True if a gradient that was held has not been taken by a forward outside."""
+        return any(holder.grad is not None for *_, holder in self.holders)
+
     def _arrange_flush(self) -> None:
-        waiting = [entry for entry in self.holders if entry[2].grad is not None]
-        self.mode = "flush" if waiting else "sync"
-        for module, name, holder in waiting:
+        self.mode = "flush" if self.waiting() else "sync"
+
+    def take(self, parameters: set[int]) -> None:
+        """A graph was just called with what is held for these parameters (ids); it is that graph's from here on."""
+        for module, name, holder in self.holders:
             parameter = module._parameters[name]
-            assert parameter is not None
-            self._clear_when_delivered(parameter, holder)
-
-    def _clear_when_delivered(self, parameter: nn.Parameter, holder: Tensor) -> None:
-        def delivered(_: Tensor) -> None:
-            handle.remove()
-            if self.mode == "hold":
-                return
-            holder.grad = None
-            if all(h.grad is None for _, _, h in self.holders):
-                self.mode = "sync"
-
-        handle = parameter.register_post_accumulate_grad_hook(delivered)
+            if holder.grad is not None and parameter is not None and id(parameter) in parameters:
+                holder.grad = None
+        self._arrange_flush()

@@ -41,7 +41,7 @@ class Agreement:
             return self._lead(decide)
         verdict = json.loads(self._wait("verdict", f"the plan of rank 0 (this is rank {rank})", [0]))
         if "error" in verdict:
-            raise getattr(errors, verdict["kind"])(verdict["error"])
+            raise getattr(errors, verdict["kind"], AutoshardError)(verdict["error"])
         return str(verdict["plan"])
 
     def _lead(self, decide: Callable[[list[Statement]], str]) -> str:
@@ -49,7 +49,7 @@ class Agreement:
             statements = self._collect()
             _compare(statements)
             plan = decide(statements)
-        except AutoshardError as error:
+        except Exception as error:
             self._put("verdict", json.dumps({"error": str(error), "kind": type(error).__name__}))
             raise
         self._put("verdict", json.dumps({"plan": plan}))

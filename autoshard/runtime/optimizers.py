@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +17,12 @@ from autoshard.errors import UnsupportedError
 _NOT_ON_SHARDS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
 
 
-def holding(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """All optimizers in this process that hold one of these parameters."""
-    ids = {id(p) for p in parameters}
+def holding(names: dict[int, str]) -> list[Optimizer]:
+    """All optimizers in this process that hold one of these parameters (names by id), in an order that does not
+    depend on the garbage collector: processes are compared by it."""
     found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-    return [o for o in found if any(id(p) in ids for g in o.param_groups for p in g["params"])]
+    ours = [o for o in found if any(id(p) in names for g in o.param_groups for p in g["params"])]
+    return sorted(ours, key=lambda o: json.dumps(describe(o, names)))
 
 
 def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
@@ -70,11 +72,11 @@ class Repointer:
             params[i] = new
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                optimizer.state[new] = {k: _scattered(v, old, new) for k, v in state.items()}
+                optimizer.state[new] = {k: _scattered(k, v, old, new) for k, v in state.items()}
 
 
-def _scattered(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    like_parameter = isinstance(value, Tensor) and value.shape == old.shape and value.dim() > 0
+def _scattered(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    like_parameter = isinstance(value, Tensor) and key != "step" and value.shape == old.shape
     if not like_parameter or not isinstance(new.data, DTensor):
         return value
     return distribute_tensor(value, new.data.device_mesh, new.data.placements)

@@ -4,7 +4,7 @@
 A module whose parameters are sharded gets a subclass of its class with one property a parameter. While
 torch.compile traces, the property is `unshard(local rows)`, so the logical op enters the graph; at any
 other time it is the parameter itself, so optimizers, nn.init, printing and state_dict see what is there.
-The subclass is cached by (class, names and layouts): a class of its own for each module would make
+There is one subclass for each (class, names and layouts): a class of its own for each module would make
 Dynamo's guards several times slower.
 """
 
@@ -82,7 +82,6 @@ def _cast_inputs(cls: type, compute: torch.dtype) -> Callable[..., Any]:
     return forward
 
 
-@functools.cache
 def sharded_class(
     cls: type,
     layouts: tuple[tuple[str, str], ...],
@@ -93,7 +92,6 @@ def sharded_class(
     body: dict[str, Any] = {
         name: _property(name, layout, accumulation) for name, layout in layouts
     }
-    body["_autoshard_original"] = cls
     body["__module__"], body["__qualname__"] = cls.__module__, cls.__qualname__
     body["__reduce_ex__"] = _refuse_pickle
     if compute is not None and "forward" in dir(cls):
@@ -102,9 +100,10 @@ def sharded_class(
 
 
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:
+    """Also what copy.deepcopy asks."""
     raise UnsupportedError(
         f"a sharded {type(module).__name__} cannot be pickled or deep-copied: its parameters are rows of "
-        "a job that is running. Save model.state_dict(), or copy it inside `with autoshard.gathered(model):`"
+        "a job that is running. Save model.state_dict() instead"
     )
 
 

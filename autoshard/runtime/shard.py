@@ -141,7 +141,10 @@ class Sharder:
             self._storages[storage.data_ptr()] += 1
         self._storages[storage.data_ptr()] -= 1
         if self._storages[storage.data_ptr()] == 0:
-            storage.resize_(0)
+            if storage.resizable():
+                storage.resize_(0)
+            else:  # memory that is not torch's own, such as a mapped file
+                parameter.data = parameter.data.new_empty(0)
         retire(parameter)
 
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
@@ -176,13 +179,15 @@ class Sharder:
 
     def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
         compute = dtype_named(self.plan.compute) if self.plan.compute else None
+        classes: dict[Any, type] = {}
         for module, layouts in shown.items():
             module.__dict__.setdefault("_autoshard_holders", {})
             module.__dict__.setdefault("_autoshard_absent", {})
             cls: Any = type(module)
-            module.__class__ = sharded_class(
-                cls, tuple(layouts.items()), compute, self.accumulation
-            )
+            key = (cls, tuple(layouts.items()))
+            if key not in classes:
+                classes[key] = sharded_class(*key, compute, self.accumulation)
+            module.__class__ = classes[key]
 
 
 def full_value(parameter: torch.Tensor) -> torch.Tensor:

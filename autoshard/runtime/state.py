@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.plan import Plan
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.optimizers import check_steps_on_shards
 from autoshard.runtime.processes import World
 from autoshard.runtime.shard import full_value, places_of
 
@@ -26,7 +30,7 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    reporter: makes the report of this. compiled: ids of the parameters that compiled graphs were called with (Dynamo may
+    ids: the parameters' names by id, as of the first call. reporter: makes the report of this. compiled: ids of the parameters that compiled graphs were called with (Dynamo may
     call one graph for several blocks).
     """
 
@@ -36,6 +40,7 @@ class ModelState:
     mesh: DeviceMesh | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
+    ids: dict[int, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
@@ -49,6 +54,10 @@ class ModelState:
     def attach(self) -> None:
         """Lets the model carry this, and load whole state dicts from here on."""
         self.model.__dict__[ATTRIBUTE] = self
+        self.ids = {id(p): name for name, p in self.model.named_parameters()}
+        if not self.plan.leaves_alone:
+            _live.add(self)
+            _watch_steps()
         for module in self.model.modules():
             if any(isinstance(p, DTensor) for p in module._parameters.values()):
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
@@ -60,24 +69,52 @@ class ModelState:
 
         @functools.wraps(run)
         def noted(*args: Any) -> Any:
-            self.compiled.update(id(args[i]) for i in positions)
-            return run(*args)
+            given = {id(args[i]) for i in positions}
+            self.compiled |= given
+            out = run(*args)
+            if self.accumulation.mode == "flush" and torch.is_grad_enabled():
+                self.accumulation.take(given)
+            return out
 
         return noted
 
-    def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_before_step(self, optimizer: Optimizer, stepped: list[nn.Parameter]) -> None:
         """Refuses a step on gradients that no compiled graph reduced: processes would drift apart."""
-        if self.plan.leaves_alone:
-            return
-        names = self.names()
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                name = names.get(id(p))
-                if name and id(p) not in self.compiled and p.grad is not None:
-                    raise DivergenceError(
-                        f"parameter {name!r} got a gradient outside of any graph that autoshard compiled, so "
-                        "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
-                    )
+        if self.plan.sharded:
+            check_steps_on_shards(optimizer)
+        if self.accumulation.waiting():
+            raise DivergenceError(
+                "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
+            )
+        for p in stepped:
+            if id(p) in self.ids and id(p) not in self.compiled:
+                raise DivergenceError(
+                    f"parameter {self.ids[id(p)]!r} got a gradient outside of any graph that autoshard compiled, so "
+                    "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
+                )
+
+
+_live: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Installs, once, the check of every optimizer step, by torch's public hook."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [s for s in _live if any(id(p) in s.ids for p in parameters)]
+    stepped = [p for p in parameters if p.grad is not None]
+    for state in states:
+        state.check_before_step(optimizer, stepped)
+    strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
+    if states and strange:
+        raise DivergenceError(
+            f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
+            "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
+        )
 
 
 def make_unusable(model: nn.Module, error: Exception) -> None:
@@ -111,6 +148,9 @@ def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 @contextlib.contextmanager
 def gathered(state: ModelState) -> Iterator[nn.Module]:
     """The model with whole, plain parameters, for reading; see `autoshard.gathered`."""
+    if state.accumulation.gathered:
+        yield state.model
+        return
     swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
     for places in places_of(state.model).values():
         shard = places[0].module._parameters[places[0].attribute]
