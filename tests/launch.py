@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tests.cluster import free_port
 
@@ -37,23 +40,33 @@ def launch(world: int, body: str, timeout: float = 90.0) -> list[Ended]:
     """Runs `PRELUDE` and `body` in `world` processes with torchrun's variables; raises if one hangs."""
     port = free_port()
     script = PRELUDE + textwrap.dedent(body)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env={**os.environ, **_variables(rank, world, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    return [Ended(process.returncode, output) for process, output in zip(running, outputs)]
+    # Files, not pipes: a process whose pipe nobody empties stops, and with it all others.
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        running = [_start(script, rank, world, port, file) for rank, file in enumerate(files)]
+        try:
+            for process in running:
+                process.wait(timeout=timeout)
+        finally:
+            for process in running:
+                process.kill()
+        return [Ended(p.returncode, _text(f)) for p, f in zip(running, files)]
+
+
+def _start(script: str, rank: int, world: int, port: int, output: IO[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, **_variables(rank, world, port)},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.version import Version
 
 from tests.launch import launch
 
@@ -45,14 +47,29 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_warm_start_skips_code_generation_and_another_plan_is_not_mistaken(fresh_cache: Path) -> None:
-    cold, warm = _train("zero=3"), _train("zero=3")
+# From torch 2.12 or 2.13 on a DTensor brings its mesh into the graph as an opaque input, and Inductor's cache key
+# of one is another in every process.
+UNSTABLE_KEY = pytest.mark.xfail(
+    Version(torch.__version__).release >= (2, 13), reason="cache keys of opaque inputs are not stable", strict=True
+)
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=UNSTABLE_KEY)])
+def test_a_warm_start_skips_code_generation(fresh_cache: Path, zero: int) -> None:
+    cold, warm = _train(f"zero={zero}"), _train(f"zero={zero}")
     assert all(_of("hits", o).startswith("0 ") for o in cold)
-    assert [_of("hits", o) for o in warm] == ["2 misses 0"] * 2
-    other = _train("zero=2")
-    assert all(int(_of("hits", o).split(" misses ")[1]) > 0 for o in other)
-    assert len({_of("total", o) for o in [*cold, *warm, *other]}) == 1
+    assert len({_of("total", o) for o in [*cold, *warm]}) == 1
     assert all(_of("report", o) == "True" for o in [*cold, *warm])
+    assert [_of("hits", o) for o in warm] == ["2 misses 0"] * 2
+
+
+def test_another_plan_s_code_is_not_run(fresh_cache: Path) -> None:
+    totals = set()
+    for options in ("zero=0", "zero=2", "zero=3", "zero=0, passes='name_parameters,merge_unshards,lower'"):
+        outputs = _train(options)
+        assert all(_of("hits", o).startswith("0 ") for o in outputs), options
+        totals |= {_of("total", o) for o in outputs}
+    assert len(totals) == 1
 
 
 COLLECTIVE = re.compile(r"(?:^|= )torch\.ops\._c10d_functional\.(all_gather_into_tensor|reduce_scatter_tensor|all_reduce)(?:_out|_)?\b")
