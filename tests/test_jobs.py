@@ -62,8 +62,15 @@ def test_rank_0_that_never_comes_is_named() -> None:
     assert "DisagreementError: rank 0 did not come to the first call of this model within 3 s" in second.output
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("codegen", "moment"),
+    [
+        ("eager", "forward"),
+        ("inductor", "backward"),
+        pytest.param("eager", "backward", marks=pytest.mark.full),
+        pytest.param("inductor", "forward", marks=pytest.mark.full),
+    ],
+)
 def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: str) -> None:
     body = f"""
     step = compiled(codegen={codegen!r}, timeout=20)
