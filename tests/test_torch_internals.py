@@ -110,7 +110,8 @@ def test_job_store_is_shared() -> None:
     dist.barrier()  # the store lives in rank 0
     autoshard.runtime.processes.end_well()
     """
-    assert all("shared" in ended.output for ended in launch(2, body))
+    for ended in launch(2, body):
+        assert "shared" in ended.output, ended.output
 
 
 def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch: Any) -> None:
