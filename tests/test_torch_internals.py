@@ -102,7 +102,8 @@ def test_inductor_takes_our_partitioner_and_inner_step() -> None:
 
 def test_job_store_is_shared() -> None:
     body = """
-        from autoshard.torch_internals import job_store
+    import torch.distributed as dist
+    from autoshard.torch_internals import job_store
     dist.init_process_group("gloo")
     job_store("here").set(str(rank), "x")
     job_store("here").wait(["0", "1"])
