@@ -27,7 +27,7 @@ def capture(model: nn.Module, example_inputs: Any) -> Inventory:
     allocated: a copy without values is traced. UnsupportedError if torch.compile finds no graph in it.
     """
     found: list[Inventory] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)
         args, kwargs = as_call(example_inputs)
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
@@ -37,7 +37,6 @@ def capture(model: nn.Module, example_inputs: Any) -> Inventory:
             found.append(take_inventory(shadow, used))
             raise _Captured("read")
 
-        del mode
         try:
             torch.compile(shadow, backend=read)(*args, **kwargs)
         except _Captured:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -23,6 +23,7 @@ from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.first_call import FirstCall, refuse_unplanned
+from autoshard.inventory import device_of
 from autoshard.owner import find_owner
 from autoshard.passes import registry
 from autoshard.passes.base import Context
@@ -63,11 +64,12 @@ class Backend:
 
     def _first_call(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
         """Plans, shards, restarts the trace. Returns only where the model is left alone."""
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        world = processes.join(device, timedelta(seconds=self.config.timeout))
+        world = processes.join(device_of(model), timedelta(seconds=self.config.timeout))
         self._phases = Phases(shown=self.config.verbose and world.rank == 0)
-        first = FirstCall(self.config, self.manager(world.rank), self._phases, model, gm, inputs, world)
-        state = state_of(model) or first.carry_out()
+        state = state_of(model)
+        if state is None:  # another backend may have had the first call
+            manager = self.manager(world.rank)
+            state = FirstCall(self.config, manager, self._phases, model, gm, inputs, world).carry_out()
         state.reporter = self.report
         self._states.add(state)
         if not state.plan.leaves_alone:
@@ -113,7 +115,7 @@ class Backend:
     def _inductor(self) -> bool:
         if self.config.codegen == "inductor" and not has_compiler():
             self._phases.warn("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
-            self.config = self.config.replaced(codegen="eager")
+            self.config = replace(self.config, codegen="eager")
         return self.config.codegen == "inductor"
 
 

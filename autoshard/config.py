@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,10 +136,6 @@ class Config:
             return self.precision.param_dtype, self.precision.reduce_dtype
         compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
         return compute, torch.float32
-
-    def replaced(self, **changes: Any) -> Config:
-        """The config with some fields changed."""
-        return replace(self, **changes)
 
     @staticmethod
     def from_options(options: dict[str, Any]) -> Config:

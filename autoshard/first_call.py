@@ -20,7 +20,7 @@ from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
 from autoshard.errors import PlanError, ShardingError, UnsupportedError
-from autoshard.inventory import Inventory, take_inventory
+from autoshard.inventory import Inventory, device_of, names_of, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
@@ -49,7 +49,7 @@ class FirstCall:
         self.config, self.manager, self.phases = config, manager, phases
         self.model, self.gm, self.world = model, gm, world
         self.used = [x for x in inputs if isinstance(x, nn.Parameter)]
-        self.optimizers = optimizers.holding({id(p): name for name, p in model.named_parameters()})
+        self.optimizers = optimizers.holding(names_of(model))
 
     def carry_out(self) -> ModelState:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
@@ -79,8 +79,7 @@ class FirstCall:
         return Plan.from_json(text)
 
     def _statement(self, inventory: Inventory) -> Statement:
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        names = names_of(self.model)
         return {
             "version": {"autoshard": __version__, "torch": torch.__version__},
             "config": self.config.described(),
@@ -88,17 +87,16 @@ class FirstCall:
             "parameters": {p.name: [list(p.shape), p.dtype, p.trained] for p in inventory.parameters},
             "graph": [p.name for p in inventory.parameters if p.used],
             "optimizers": [optimizers.describe(o, names) for o in self.optimizers],
-            "_free": free_memory(device),
+            "_free": free_memory(device_of(self.model)),
         }
 
     def _decide(self, inventory: Inventory, statements: list[Statement]) -> Plan:
         pinned = self.config.resolved_plan()
         if pinned is not None:
             return pinned
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         states = [optimizers.states_of(o) for o in self.optimizers]
         where = Circumstances(
-            topology=local_topology(self.world.size, device),
+            topology=local_topology(self.world.size, device_of(self.model)),
             budget=budget_bytes(self.config, min(s["_free"] for s in statements)),
             optimizer_states=max(states) if states else None,
         )
@@ -156,7 +154,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
             )
     _refuse_writes(gm)
     if torch_internals.suppressed_errors():
-        raise UnsupportedError("torch._dynamo.config.suppress_errors is set: a failure would train unsharded")
+        raise UnsupportedError("suppress_errors is set in Dynamo's config: a failure would train unsharded")
 
 
 def _refuse_writes(gm: GraphModule) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,11 +29,6 @@ class ParameterInfo:
         """Numbers in the whole parameter."""
         return math.prod(self.shape)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole parameter."""
-        return self.elements * self.itemsize
-
 
 @dataclass(frozen=True)
 class Inventory:
@@ -50,19 +43,20 @@ class Inventory:
         total = sum(p.elements for p in self.parameters)
         return sum(p.elements for p in self.parameters if p.used) / total if total else 1.0
 
-    def to_json(self) -> str:
-        """All of it, for comparing processes with each other."""
-        return json.dumps(asdict(self), sort_keys=True)
 
-    @property
-    def hash(self) -> str:
-        """Stable over processes and time."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The names of a model's parameters, by id; the first name of one that is shared."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; the CPU if it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def take_inventory(model: nn.Module, used_in_order: Iterable[nn.Parameter]) -> Inventory:
     """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = names_of(model)
     parameters = {id(p): p for p in model.parameters()}
     used = [id(p) for p in used_in_order if id(p) in names]
     rest = [key for key in parameters if key not in set(used)]

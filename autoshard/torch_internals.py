@@ -32,7 +32,7 @@ __all__ = [
     "backend_of",
     "compile_with_inductor",
     "compiled_functions_on_the_stack",
-        "emit_artifact",
+    "emit_artifact",
     "inner_inductor",
     "input_position",
     "job_store",

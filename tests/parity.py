@@ -61,6 +61,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The end of every loop; the gradients' norm."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return whole(norm)
+
+
 class Trainer:
     """A plain model's loop over the batches of all processes."""
 
@@ -85,10 +93,7 @@ class Trainer:
         return losses
 
     def step(self) -> Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        return clipped_step(self.model, self.optimizer)
 
 
 def batches_of(case: Case, world: int, steps: int) -> list[list[Batch]]:
@@ -132,10 +137,7 @@ def measure(
         losses = reference.backward(batches)
         distance.see("loss", loss.detach(), losses[rank])
         see_gradients(distance, model, reference.model)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        distance.see("norm", whole(norm), reference.step())
+        distance.see("norm", clipped_step(model, optimizer), reference.step())
     see_state(distance, model, reference.model)
     return distance
 

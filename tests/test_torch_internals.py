@@ -134,3 +134,14 @@ def test_compiled_functions_on_the_stack_are_seen() -> None:
     x = torch.ones(2)
     torch.compile(function, backend=backend)(x)
     assert found[0][0] is function and found[0][1][0] is x
+
+
+def test_backend_of_names_what_compile_was_given() -> None:
+    def backend(gm: Any, inputs: Any) -> Any:
+        return gm.forward
+
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend=backend)
+    assert torch_internals.backend_of(torch.compile(nn.Linear(2, 2), backend=backend)) is backend
+    assert torch_internals.backend_of(in_place) is backend
+    assert torch_internals.backend_of(plain) is None

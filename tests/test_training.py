@@ -21,12 +21,12 @@ from tests.parity import (
     Trainer,
     adamw,
     batches_of,
+    clipped_step,
     measure,
     rank0_copy,
     see_gradients,
     see_state,
     sgd,
-    whole,
 )
 from tests.test_plan import _where
 
@@ -81,10 +81,7 @@ def accumulate(zero: int, silent: bool) -> tuple[Distance, list[bool]]:
                 none_inside.append(model.first.weight.grad is None)
             reference.backward(batches, 1 / 3)
         see_gradients(distance, model, reference.model)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        distance.see("norm", whole(norm), reference.step())
+        distance.see("norm", clipped_step(model, optimizer), reference.step())
     see_state(distance, model, reference.model)
     return distance, none_inside
 

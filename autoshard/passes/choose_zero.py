@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -46,9 +47,7 @@ def make_plan(inventory: Inventory, config: Config, where: Circumstances) -> Pla
 
 
 def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
-    size = 1
-    for _, n in axes:
-        size *= n
+    size = math.prod(n for _, n in axes)
     if size != world:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
 

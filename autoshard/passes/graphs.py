@@ -20,7 +20,6 @@ REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 
 _c10d = torch.ops._c10d_functional
-WAIT = _c10d.wait_tensor.default
 GATHER = _c10d.all_gather_into_tensor.default
 REDUCTIONS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default})
 

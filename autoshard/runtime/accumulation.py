@@ -29,12 +29,12 @@ class Accumulation:
     gathered: bool = False
     holders: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
-    def add_holder(self, module: nn.Module, name: str, shape: torch.Size, like: Tensor) -> None:
-        """Gives parameter `name` of `module` a place where whole gradients can wait."""
-        nothing = torch.zeros((), dtype=like.dtype, device=like.device)
-        holder = nothing.expand(shape).requires_grad_()
-        module.__dict__.setdefault("_autoshard_holders", {})[name] = holder
+    def add_holder(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+        """A place where whole gradients of a parameter, `name` of `module`, can wait."""
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        holder = nothing.expand(parameter.shape).requires_grad_()
         self.holders.append((module, name, holder))
+        return holder
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

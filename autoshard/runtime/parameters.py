@@ -33,16 +33,13 @@ def _as_traced(
         return None
     rows = _rows(module, name, parameter)
     shape = list(parameter.shape)
-    if accumulation.mode == "sync" or not parameter.requires_grad:
-        return torch.ops.autoshard.unshard(rows, shape, layout, "")
     holders = module.__dict__["_autoshard_holders"]
-    if name not in holders:
-        return torch.ops.autoshard.unshard(rows, shape, layout, "")
-    if accumulation.mode == "hold":
+    holds = name in holders and parameter.requires_grad
+    if holds and accumulation.mode == "hold":
         full = torch.ops.autoshard.unshard(rows.detach(), shape, layout, "")
         return torch.ops.autoshard.hold(full, holders[name])
     full = torch.ops.autoshard.unshard(rows, shape, layout, "")
-    held = holders[name].grad
+    held = holders[name].grad if holds and accumulation.mode == "flush" else None
     return full if held is None else torch.ops.autoshard.add_held(full, held)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import time
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
-from autoshard.errors import ConfigError
 
 _QUIET_SECONDS = 0.2  # see [Note: Ending well]
 
@@ -59,10 +59,7 @@ def join(device: torch.device, timeout: timedelta) -> World:
 def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
     """The mesh of all processes with the plan's axes, outermost first."""
     sizes, names = tuple(size for _, size in axes), tuple(name for name, _ in axes)
-    if dist.get_world_size() != torch.Size(sizes).numel():
-        raise ConfigError(
-            f"mesh: {dict(axes)} has {torch.Size(sizes).numel()} processes, the job has {dist.get_world_size()}"
-        )
+    assert dist.get_world_size() == math.prod(sizes), "check_plan_fits comes first"
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 

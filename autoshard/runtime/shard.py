@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from autoshard.dtypes import dtype_named
+from autoshard.inventory import names_of
 from autoshard.ops.layout import Layout
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
@@ -54,16 +55,16 @@ class Sharder:
 
     def shard(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Shards every parameter, then lets the modules show traces what they need."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = names_of(self.model)
         places = places_of(self.model)
         parameters = [(p, names[id(p)], places[id(p)]) for p in self.model.parameters()]
         shown: dict[nn.Module, dict[str, str]] = defaultdict(dict)
         for parameter, name, where in parameters:
             group = self.plan.group_of[name]
-            new = self._place(parameter, group)
+            new, layout = self._place(parameter, group), str(self.layout(group))
             for place in where:
                 place.module._parameters[place.attribute] = new
-                shown[place.module][place.attribute] = str(self.layout(group))
+                shown[place.module][place.attribute] = layout
             if new is not parameter:
                 yield parameter, new
                 self._free(parameter, new)
@@ -150,12 +151,8 @@ class Sharder:
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
         if group.degrees.gradient > 1 or not new.requires_grad:
             return
-        like = new.to_local() if isinstance(new, DTensor) else new
-        for place in where[:1]:
-            self.accumulation.add_holder(place.module, place.attribute, new.shape, like)
-        first = where[0]
-        holder = first.module.__dict__["_autoshard_holders"][first.attribute]
-        for place in where[1:]:
+        holder = self.accumulation.add_holder(where[0].module, where[0].attribute, new)
+        for place in where:
             place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder
 
     def _stand_in(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:

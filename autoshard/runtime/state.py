@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import DivergenceError, UnsupportedError
+from autoshard.inventory import names_of
 from autoshard.plan import Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.optimizers import check_steps_on_shards
@@ -30,8 +31,8 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    ids: the parameters' names by id, as of the first call. reporter: makes the report of this. compiled: ids of the parameters that compiled graphs were called with (Dynamo may
-    call one graph for several blocks).
+    ids: the parameters' names by id, as of the first call. compiled: ids of the parameters that compiled graphs
+    were called with (Dynamo may call one graph for several blocks). reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -45,7 +46,7 @@ class ModelState:
 
     def names(self) -> dict[int, str]:
         """The parameters' names by id, as of now; stand-ins for what lies elsewhere have them too."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = names_of(self.model)
         for prefix, module in self.model.named_modules():
             for attribute, leaf in module.__dict__.get("_autoshard_absent", {}).items():
                 names.setdefault(id(leaf), f"{prefix}.{attribute}" if prefix else attribute)
@@ -54,7 +55,7 @@ class ModelState:
     def attach(self) -> None:
         """Lets the model carry this, and load whole state dicts from here on."""
         self.model.__dict__[ATTRIBUTE] = self
-        self.ids = {id(p): name for name, p in self.model.named_parameters()}
+        self.ids = names_of(self.model)
         if not self.plan.leaves_alone:
             _live.add(self)
             _watch_steps()
