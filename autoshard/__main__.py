@@ -1,7 +1,5 @@
 """`python -m autoshard` is `autoshard`."""
 
-import sys
+from autoshard.cli import run
 
-from autoshard.cli import main
-
-sys.exit(main())
+run()

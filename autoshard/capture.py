@@ -26,6 +26,8 @@ def capture(model: nn.Module, example_inputs: Any) -> Inventory:
     The model may be on any device, meta too; neither it nor the inputs are changed or run, and nothing is
     allocated: a copy without values is traced. UnsupportedError if torch.compile finds no graph in it.
     """
+    if next(model.parameters(), None) is None:
+        raise UnsupportedError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     found: list[Inventory] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from autoshard.config import Config
+from autoshard import flags
 from autoshard.cost_model.hardware import DEVICES, Topology
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
 from autoshard.model_file import Candidate, from_file, from_hf
@@ -21,14 +23,25 @@ from autoshard.report import plan_tables
 from autoshard.runtime.optimizers import states_of
 from autoshard.version import __version__
 
-_NUMBERS = {"replicate_below": int, "timeout": float}
+_TOPOLOGY: dict[str, Any] = {"nnodes": 1, "nproc_per_node": 1, "device": "h100"}
+
+
+def run() -> None:
+    """The command `autoshard`: `main` in a process of its own."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autoshard plan ... | head` ends quietly
+    gc.disable()  # a tenth of the time of such a short life, in which next to nothing becomes garbage
+    code = main()
+    gc.freeze()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 2 after an error that is the user's to mend."""
     arguments = parser().parse_args(argv)
     try:
-        show(_plan(arguments), arguments)
+        with contextlib.redirect_stdout(sys.stderr):  # what a model file prints is not the plan
+            made = _plan(arguments)
+        show(made, arguments)
     except AutoshardError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"autoshard: {error}", markup=False)
         return 2
@@ -36,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's grammar: every Config field is a flag of the same name."""
+    """The command line's grammar."""
     top = argparse.ArgumentParser("autoshard", description=__doc__)
     top.add_argument("--version", action="version", version=f"autoshard {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
@@ -44,95 +57,69 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", nargs="?", help="model.py or model.py:NAME, a function like build()")
     p.add_argument("--hf", metavar="PATH", help="a Hugging Face config.json or its folder, instead of a file")
     p.add_argument("--batch", type=int, default=1, help="with --hf: sequences a process (default 1)")
-    p.add_argument("--seq", type=int, default=2048, help="with --hf: tokens a sequence (default 2048)")
-    p.add_argument("--nnodes", type=int, default=1)
-    p.add_argument("--nproc-per-node", type=int, default=1)
-    p.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)} (default h100)")
+    p.add_argument("--seq", type=int, help="with --hf: tokens a sequence (default 2048, or what the model takes)")
+    p.add_argument("--nnodes", type=int, help="machines (default 1)")
+    p.add_argument("--nproc-per-node", type=int, help="processes on each, one a device (default 1)")
+    p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default {_TOPOLOGY['device']})")
     p.add_argument("--json", action="store_true", help="print the plan as a file that Config(plan=...) reads")
-    for field in fields(Config):
-        if field.name not in ("verbose",):
-            p.add_argument("--" + field.name.replace("_", "-"), dest=f"config_{field.name}", metavar="VALUE")
+    flags.add(p)
     return top
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    config = _config(arguments)
+    config = flags.config(arguments)
     pinned = config.resolved_plan()
-    if pinned is not None:
+    if pinned is not None and arguments.model is None and arguments.hf is None:
+        _refuse_topology(arguments)
         return pinned
     candidate = _candidate(arguments)
-    return plan(
-        candidate.model, candidate.example_inputs, config, _topology(arguments), _states(candidate)
-    )
+    topology = _topology(arguments)
+    return plan(candidate.model, candidate.example_inputs, config, topology, _states(candidate))
+
+
+def _refuse_topology(arguments: argparse.Namespace) -> None:
+    """A plan that is only shown has its processes already."""
+    for name in _TOPOLOGY:
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"{name}: a plan file says that itself; legal: with a model, to check the plan against it")
 
 
 def _candidate(arguments: argparse.Namespace) -> Candidate:
     if (arguments.model is None) == (arguments.hf is None):
         raise ModelFileError("give one of: a model file, or --hf with a config")
     if arguments.hf is not None:
+        _at_least_one("batch", arguments.batch)
+        if arguments.seq is not None:
+            _at_least_one("seq", arguments.seq)
         return from_hf(arguments.hf, arguments.batch, arguments.seq)
     return from_file(arguments.model)
 
 
+def _at_least_one(name: str, value: Any) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}: {value} is not legal; legal: 1 or more")
+
+
 def _topology(arguments: argparse.Namespace) -> Topology:
-    if arguments.device not in DEVICES:
-        raise ConfigError(f"device: {arguments.device!r} is not known; legal: {', '.join(DEVICES)}")
-    for name in ("nnodes", "nproc_per_node"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"{name}: {getattr(arguments, name)} is not legal; legal: 1 or more")
-    return Topology(arguments.nnodes, arguments.nproc_per_node, DEVICES[arguments.device])
+    given = [getattr(arguments, name) for name in _TOPOLOGY]
+    nnodes, per_node, device = (d if v is None else v for v, d in zip(given, _TOPOLOGY.values()))
+    if device not in DEVICES:
+        raise ConfigError(f"device: {device!r} is not known; legal: {', '.join(DEVICES)}")
+    _at_least_one("nnodes", nnodes)
+    _at_least_one("nproc_per_node", per_node)
+    return Topology(nnodes, per_node, DEVICES[device])
 
 
 def _states(candidate: Candidate) -> int | None:
     if candidate.optimizer_factory is None:
         return None
-    optimizer = candidate.optimizer_factory(candidate.model.parameters())
+    try:
+        optimizer = candidate.optimizer_factory(candidate.model.parameters())
+    except Exception as error:
+        raise ModelFileError(f"the optimizer factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelFileError(f"the optimizer factory returned {type(optimizer).__name__}; legal: a torch optimizer")
     return states_of(optimizer)
-
-
-def _config(arguments: argparse.Namespace) -> Config:
-    given = {
-        field.name: _value(field.name, text)
-        for field in fields(Config)
-        if (text := getattr(arguments, f"config_{field.name}", None)) is not None
-    }
-    return Config.from_options(given)
-
-
-def _value(name: str, text: str) -> Any:
-    """A flag's text as the field's value; Config checks whether it is legal."""
-    if name == "zero":
-        return int(text) if text.isdigit() else text
-    if name == "memory_budget":
-        return _budget(text)
-    if name == "mesh":
-        return _mesh(text)
-    if name == "disable_passes":
-        return tuple(text.split(","))
-    if name in _NUMBERS and text != "auto":
-        try:
-            return _NUMBERS[name](text)
-        except ValueError:
-            raise ConfigError(f"{name}: {text!r} is not a number") from None
-    return text
-
-
-def _budget(text: str) -> float | str:
-    """A share such as 0.9 or 1.0 as a float, an amount as its text."""
-    try:
-        share = float(text)
-    except ValueError:
-        return text
-    return share if "." in text else text
-
-
-def _mesh(text: str) -> dict[str, int]:
-    try:
-        return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise ConfigError(f"mesh: {text!r} is not legal; legal: replicate=2,shard=4") from None
 
 
 def show(made: Plan, arguments: argparse.Namespace) -> None:
@@ -141,10 +128,12 @@ def show(made: Plan, arguments: argparse.Namespace) -> None:
         print(made.to_json())
         return
     console = Console(highlight=False)
-    console.print(f"{arguments.nnodes} x {arguments.nproc_per_node} {arguments.device}", style="dim")
+    if arguments.model is not None or arguments.hf is not None:
+        where = _topology(arguments)
+        console.print(f"{where.nodes} x {where.per_node} {where.device.name}", style="dim")
     for part in plan_tables(made):
         console.print(part)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

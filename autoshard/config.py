@@ -18,6 +18,7 @@ from autoshard.units import parse_bytes
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "eager")
 MESH_AXES = ("replicate", "shard")
+_DECIDING = ("zero", "mesh", "memory_budget", "precision", "optimizer", "buffers", "replicate_below")
 
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
@@ -37,7 +38,8 @@ class Config:
     """What a user may tell autoshard. Every default means: find out.
 
     zero: ZeRO stage 0 to 3, or "auto": the cheapest that fits into memory_budget.
-    mesh: None (all processes shard), {"replicate": r, "shard": s}, or a DeviceMesh with those axis names.
+    mesh: None (all processes shard), {"replicate": 2, "shard": 4} (replicate=2,shard=4 on the command line), or
+        a DeviceMesh with those axis names.
     memory_budget: bytes, "72GiB", "80GB", or a share of the device such as 0.9, a process.
     precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
@@ -78,11 +80,13 @@ class Config:
         self._check_precision()
         self._check_numbers()
         self._check_passes()
+        self._check_plan()
 
     def _check_budget(self) -> None:
         budget = self.memory_budget
         if isinstance(budget, str):
-            parse_bytes(budget)
+            if parse_bytes(budget) == 0:
+                raise ConfigError(f"memory_budget: {budget!r} is no memory at all; legal: 1 byte or more")
         elif isinstance(budget, bool) or not isinstance(budget, int | float | None):
             raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; write 72GiB, 80GB or 0.9")
         elif budget is not None and (budget <= 0 or (isinstance(budget, float) and budget > 1)):
@@ -115,6 +119,11 @@ class Config:
         for name in self.disable_passes:
             _one_of("disable_passes", name, legal)
         registry.pipeline_for(self.passes, self.disable_passes)
+
+    def _check_plan(self) -> None:
+        changed = [f.name for f in fields(self) if f.name in _DECIDING and getattr(self, f.name) != f.default]
+        if self.plan is not None and changed:
+            raise ConfigError(f"{changed[0]}: a pinned plan decides this; legal: plan= or {changed[0]}=, not both")
 
     def mesh_axes(self) -> tuple[tuple[str, int], ...] | None:
         """The axes asked for, outermost first; None where all processes shard."""

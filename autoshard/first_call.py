@@ -19,17 +19,17 @@ from autoshard import torch_internals
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
-from autoshard.errors import PlanError, ShardingError, UnsupportedError
+from autoshard.errors import ShardingError, UnsupportedError
 from autoshard.inventory import Inventory, device_of, names_of, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
-from autoshard.planning import budget_bytes
+from autoshard.planning import budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState, make_unusable
-from autoshard.units import bytes_text
+from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
 
@@ -55,7 +55,7 @@ class FirstCall:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
         refuse_what_cannot_be_sharded(self.model, self.gm)
         inventory = take_inventory(self.model, self.used)
-        with self.phases.phase("plan", f"{self.world.size} processes"):
+        with self.phases.phase("plan", counted(self.world.size, "process", "processes")):
             plan = self._agree(inventory)
             check_plan_fits(plan, inventory, self.world.size)
             if plan.sharded:
@@ -175,19 +175,6 @@ def refuse_unplanned(state: ModelState, inputs: Sequence[Any]) -> None:
                 f"parameter {state.names().get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
                 "of another model; add parameters before the first call"
             )
-
-
-def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
-    """A pinned plan must be of this model and this many processes."""
-    if plan.world != world:
-        raise PlanError(f"plan: made for {plan.world} processes; the job has {world}")
-    names = {p.name for p in inventory.parameters}
-    missing, unknown = names - plan.group_of.keys(), plan.group_of.keys() - names
-    if missing or unknown:
-        raise PlanError(
-            f"plan: not of this model: {sorted(missing or unknown)[0]!r} is "
-            f"{'in no group' if missing else 'no parameter of it'}"
-        )
 
 
 def local_topology(world: int, device: torch.device) -> Topology:

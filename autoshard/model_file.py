@@ -75,27 +75,46 @@ def _checked(path: str, built: Any) -> Candidate:
     return Candidate(*built)
 
 
-def from_hf(path: str, batch: int, seq: int) -> Candidate:
-    """The causal language model, or else the base model, of a config.json or the folder it is in."""
+def from_hf(path: str, batch: int, seq: int | None) -> Candidate:
+    """The causal language model of a config.json or the folder it is in, called on `batch` x `seq` tokens.
+
+    seq: None is 2048, or all positions that the model has where they are fewer.
+    """
     try:
         import transformers
     except ImportError as error:
         raise ModelFileError("--hf needs transformers; install autoshard[hf]") from error
+    if not Path(path).exists():
+        raise ModelFileError(f"--hf: {path!r} does not exist; legal: a config.json, or the folder that it is in")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelFileError(f"--hf: {path!r} is no Hugging Face config: {error}") from error
+    except Exception as error:  # validators of many kinds
+        raise ModelFileError(f"--hf: {path!r} is no Hugging Face config: {_first_line(error)}") from error
     config.use_cache = False
     with torch.device("meta"):
         model = _hf_model(transformers, config)
-        ids = torch.zeros(batch, seq, dtype=torch.long)
+        ids = torch.zeros(batch, _tokens(config, seq), dtype=torch.long)
     return Candidate(model, {"input_ids": ids, "labels": ids})
 
 
+def _tokens(config: Any, seq: int | None) -> int:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and (seq or 0) > positions:
+        raise ModelFileError(f"--seq: {seq} is more than the {positions} positions of this model")
+    return seq or min(2048, positions or 2048)
+
+
 def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
-    try:
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
-    except ValueError as error:
+    factory = transformers.AutoModelForCausalLM
+    if type(config) not in factory._model_mapping:
         raise ModelFileError(
-            f"--hf: {config.model_type!r} is no causal language model ({error}); write a model.py instead"
-        ) from error
+            f"--hf: {config.model_type!r} is no causal language model; write a model.py with:\n{_PASTE}"
+        )
+    try:
+        return factory.from_config(config)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ModelFileError(f"--hf: no model can be built from this config: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '(no text)').splitlines()[0]}"

@@ -9,6 +9,8 @@ from torch import nn
 from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.errors import PlanError
+from autoshard.inventory import Inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.units import parse_bytes
@@ -28,13 +30,30 @@ def plan(
 
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
     optimizer_states: numbers of the parameter's size that the optimizer keeps; None: by config.optimizer.
-    Raises BudgetError if nothing fits, ConfigError if the mesh does not.
+    Raises BudgetError if nothing fits, ConfigError if the mesh does not, PlanError if a pinned plan is not
+    of this model and this many processes.
     """
     config = config or Config()
-    where = Circumstances(
-        topology, budget_bytes(config, topology.device.memory or None), optimizer_states
-    )
-    return make_plan(capture(model, example_inputs), config, where)
+    inventory = capture(model, example_inputs)
+    pinned = config.resolved_plan()
+    if pinned is not None:
+        check_plan_fits(pinned, inventory, topology.world)
+        return pinned
+    budget = budget_bytes(config, topology.device.memory or None)
+    return make_plan(inventory, config, Circumstances(topology, budget, optimizer_states))
+
+
+def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
+    """A pinned plan must be of this model and this many processes."""
+    if plan.world != world:
+        raise PlanError(f"plan: made for {plan.world} processes; the job has {world}")
+    names = {p.name for p in inventory.parameters}
+    missing, unknown = names - plan.group_of.keys(), plan.group_of.keys() - names
+    if missing or unknown:
+        raise PlanError(
+            f"plan: not of this model: {sorted(missing or unknown)[0]!r} is "
+            f"{'in no group' if missing else 'no parameter of it'}"
+        )
 
 
 def budget_bytes(config: Config, free: int | None) -> int | None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autoshard.passes.manager import PassRun
 from autoshard.plan import ParameterGroup, Plan
-from autoshard.units import bytes_text
+from autoshard.units import bytes_text, counted
 
 WIDTH = 80
 
@@ -74,6 +74,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
     """The tables of a plan, for a console."""
     return [
         Text(_headline(plan), style="bold"),
+        *_uncovered(plan),
         Text(""),
         _groups_table(plan),
         Text(""),
@@ -91,7 +92,7 @@ def _headline(plan: Plan) -> str:
     if plan.leaves_alone:
         stage = "one process, left alone"
     precision = f", {plan.compute} compute" if plan.compute else ""
-    return f"Plan {plan.hash}: {plan.world} processes ({axes}), {stage}{precision}"
+    return f"Plan {plan.hash}: {counted(plan.world, 'process', 'processes')} ({axes}), {stage}{precision}"
 
 
 def _groups_table(plan: Plan) -> Table:
@@ -155,7 +156,17 @@ def _traffic_part(plan: Plan) -> list[RenderableType]:
 
 
 def _why(plan: Plan) -> list[RenderableType]:
-    lines = [Text("")] + [Text(f"- {reason}") for reason in plan.why]
-    if plan.covered < 1:
-        lines.append(Text(f"- the captured graph holds {plan.covered:.1%} of the parameters' elements"))
-    return list(lines)
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for reason in plan.why:
+        table.add_row("-", reason)
+    return [Text(""), table]
+
+
+def _uncovered(plan: Plan) -> list[RenderableType]:
+    if plan.covered == 1:
+        return []
+    text = (
+        f"Warning: the first captured graph holds {plan.covered:.1%} of the parameters' elements; "
+        "the rest is unused, or behind a graph break."
+    )
+    return [Text(text, style="yellow")]

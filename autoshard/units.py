@@ -27,3 +27,8 @@ def bytes_text(size: int) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"
     return f"{size} B"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """"1 process", "2 processes"."""
+    return f"{number} {one if number == 1 else many}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
 
 from autoshard import Plan
-from autoshard.cli import main
+from autoshard.cli import main, parser
+from autoshard.report import plan_tables, rendered
 
 MODEL = """
 import torch
 from torch import nn
+
+print("a line of the model file's own")
 
 class Net(nn.Module):
     def __init__(self):
@@ -34,6 +39,14 @@ def fails():
 def nothing():
     return 3
 
+def empty():
+    return nn.ReLU(), torch.zeros(2)
+
+def no_optimizer():
+    def factory(parameters):
+        raise ValueError("no rate")
+    return Net(), torch.zeros(2, 4096), factory
+
 def misfit():
     return Net(), torch.zeros(2, 7)
 """
@@ -44,6 +57,22 @@ def model(tmp_path: Path) -> str:
     path = tmp_path / "some_model.py"
     path.write_text(MODEL)
     return str(path)
+
+
+CONFIGS = {
+    "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 64},
+    "vit": {"model_type": "vit"},
+    "broken": {"model_type": "llama", "hidden_size": "many"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> dict[str, str]:
+    for name, config in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return {name: str(tmp_path / name) for name in CONFIGS}
 
 
 def test_the_table_fits_80_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +116,54 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
         (["{model}", "--memory-budget", "1MiB"], "Cheapest fix: more than one process"),
         (["{model}", "--disable-passes", "name_parameters"], "requires names"),
         (["--plan", "nowhere.json"], "plan: 'nowhere.json' cannot be read"),
+        (["{model}", "--mesh", "shard=4,shard=2"], "names an axis twice"),
+        (["{model}", "--memory-budget", "0"], "is no memory at all"),
+        (["{model}:empty"], "has no parameters"),
+        (["{model}:no_optimizer"], "the optimizer factory failed: ValueError: no rate"),
+        (["--hf", "nowhere"], "--hf: 'nowhere' does not exist"),
+        (["--hf", "{llama}", "--batch", "0"], "batch: 0 is not legal"),
+        (["--hf", "{llama}", "--seq", "-1"], "seq: -1 is not legal"),
+        (["--hf", "{llama}", "--seq", "65"], "--seq: 65 is more than the 64 positions"),
+        (["--hf", "{vit}"], "'vit' is no causal language model; write a model.py"),
+        (["--hf", "{broken}"], "--hf: "),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(
-    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+    model: str, configs: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    assert main(["plan", *(a.format(model=model) for a in arguments)]) == 2
+    assert main(["plan", *(a.format(model=model, **configs) for a in arguments)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_hugging_face_config_is_called_on_as_many_tokens_as_it_takes(
+    configs: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--hf", configs["llama"], "--nproc-per-node", "2", "--replicate-below", "0", "--zero", "3"]) == 0
+    assert "ZeRO-3" in capsys.readouterr().out
+
+
+def test_a_plan_file_is_checked_against_a_model(
+    model: str, configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--nproc-per-node", "4", "--json"]) == 0
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    assert main(["plan", model, "--nproc-per-node", "4", "--plan", str(file)]) == 0
+    for arguments, says in [
+        ([model, "--nproc-per-node", "2", "--plan", str(file)], "made for 4 processes; the job has 2"),
+        (["--hf", configs["llama"], "--nproc-per-node", "4", "--plan", str(file)], "plan: not of this model"),
+        (["--nproc-per-node", "4", "--plan", str(file)], "nproc_per_node: a plan file says that itself"),
+        (["--zero", "3", "--plan", str(file)], "zero: a pinned plan decides this"),
+    ]:
+        assert main(["plan", *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_every_flag_of_a_config_field_explains_itself() -> None:
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert all(a.help for a in commands.choices["plan"]._actions)
+
+
+def test_parameters_outside_of_the_graph_come_first(model: str) -> None:
+    whole = Plan(world=1, axes=(("shard", 1),), groups=(), covered=0.5)
+    assert "Warning: the first captured graph holds 50.0%" in rendered(plan_tables(whole)).splitlines()[1]

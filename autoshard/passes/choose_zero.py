@@ -14,7 +14,7 @@ from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.passes.group_parameters import group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
-from autoshard.units import bytes_text
+from autoshard.units import bytes_text, counted
 
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
@@ -80,7 +80,7 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
         return
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
-        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {least.world} processes, state takes "
+        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}, state takes "
         f"{bytes_text(least.predicted.state_bytes)}. Cheapest fix: {_fix(least, config, where)}"
     )
 
