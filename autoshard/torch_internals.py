@@ -21,6 +21,9 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._library.fake_class_registry import (
+    FakeScriptObject,  # seen: 2.11, 2.13; an opaque input while tracing
+)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
 
 __all__ = [
@@ -98,7 +101,17 @@ def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     """Inductor's compilation of one graph, after AOTAutograd: what `compile_fx` calls by default."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(gm, inputs, **kwargs)
+    return compile_fx_inner(gm, [_with_stable_key(x) for x in inputs], **kwargs)
+
+
+def _with_stable_key(example: Any) -> Any:
+    """From torch 2.12 on a DTensor brings its DeviceMesh into the graph as an input. Inductor's cache key holds the
+    mesh itself, pickled, which is never the same twice; code generation needs no more than its type. What the mesh
+    is (sizes, names, placements) is in the plan, whose hash the key has.
+    """
+    if not isinstance(example, FakeScriptObject) or not example.script_class_name.endswith(".DeviceMesh"):
+        return example
+    return FakeScriptObject(None, example.script_class_name, None)
 
 
 def wrap_compiled(compiled: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
