@@ -16,6 +16,7 @@ from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
 from autoshard.report import Report
 from autoshard.runtime import state as _state
+from autoshard.runtime.accumulation import Accumulation
 from autoshard.version import __version__
 
 __all__ = [
@@ -63,7 +64,7 @@ def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Backwards of forwards inside do not reduce gradients where the plan keeps them whole (stages 0, 1)."""
-    return _state_after_first_call(model, "no_sync").accumulation.no_sync()
+    return Accumulation.of(model).no_sync()
 
 
 def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:

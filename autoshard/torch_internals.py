@@ -36,6 +36,7 @@ __all__ = [
     "compile_with_inductor",
     "compiled_functions_on_the_stack",
     "emit_artifact",
+    "has_step_hooks",
     "inner_inductor",
     "input_position",
     "job_store",
@@ -90,6 +91,11 @@ def backend_of(module: Any) -> Any:
         return None
     innermost = innermost_backend(callback)
     return getattr(innermost, "compiler_fn", innermost)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """True if somebody registered hooks around this one optimizer's step. Seen: 2.11, 2.13."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def suppressed_errors() -> bool:

@@ -145,3 +145,11 @@ def test_backend_of_names_what_compile_was_given() -> None:
     assert torch_internals.backend_of(torch.compile(nn.Linear(2, 2), backend=backend)) is backend
     assert torch_internals.backend_of(in_place) is backend
     assert torch_internals.backend_of(plain) is None
+
+
+def test_step_hooks_of_one_optimizer_are_seen() -> None:
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        assert not torch_internals.has_step_hooks(optimizer)
+        getattr(optimizer, register)(lambda *_: None)
+        assert torch_internals.has_step_hooks(optimizer)

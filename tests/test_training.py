@@ -18,81 +18,15 @@ from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import (
     Distance,
-    Trainer,
-    adamw,
     batches_of,
-    clipped_step,
     measure,
     rank0_copy,
     see_gradients,
     see_state,
     sgd,
 )
+from tests.small import TOLERANCE, Net, compiled_pair, config, inputs_of
 from tests.test_plan import _where
-
-TOLERANCE = 1e-4
-
-
-def _config(zero: int, **more: Any) -> autoshard.Config:
-    options = {"codegen": "eager", "replicate_below": 0, "timeout": 60, "verbose": False}
-    return autoshard.Config(zero=zero, **(options | more))  # type: ignore[arg-type]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x))).pow(2).mean()
-
-
-def _compiled(config: autoshard.Config) -> tuple[nn.Module, nn.Module, Any]:
-    """(model, plain copy, compiled)"""
-    torch.manual_seed(0)
-    model = Net()
-    return model, rank0_copy(model), torch.compile(model, backend=autoshard.backend(config))
-
-
-def _inputs(steps: int) -> Tensor:
-    """[step, rank, batch, feature]"""
-    return torch.randn(steps, dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(3))
-
-
-# --- accumulation
-
-
-def accumulate(zero: int, silent: bool) -> tuple[Distance, list[bool]]:
-    """Three microbatches a step; `silent`: the first two inside no_sync."""
-    case = CASES["odd"]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = case.build()
-    reference = Trainer(rank0_copy(model), case, adamw)
-    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(zero)))
-    distance, none_inside = Distance(), []
-    for step, micro in enumerate(zip(*[iter(batches_of(case, world, 12))] * 3)):
-        for i, batches in enumerate(micro):
-            inside = silent and i < 2 and step > 0
-            with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
-                (case.loss(compiled(**batches[rank])) / 3).backward()
-            if inside:
-                none_inside.append(model.first.weight.grad is None)
-            reference.backward(batches, 1 / 3)
-        see_gradients(distance, model, reference.model)
-        distance.see("norm", clipped_step(model, optimizer), reference.step())
-    see_state(distance, model, reference.model)
-    return distance, none_inside
-
-
-@pytest.mark.parametrize("silent", [False, True])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_accumulation(two: Cluster, zero: int, silent: bool) -> None:
-    for distance, none_inside in two.run(accumulate, zero, silent):
-        assert distance.worst <= TOLERANCE, distance
-        assert all(none_inside) if zero in (0, 1) else not any(none_inside)
-
 
 # --- precision
 
@@ -103,7 +37,7 @@ def train_in(precision: str | None, autocast: bool, zero: int) -> tuple[float, f
     torch.manual_seed(0)
     model = case.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(zero, precision=precision)))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, precision=precision)))
     batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
     losses = []
     for _ in range(12):
@@ -130,7 +64,7 @@ def test_bf16_trains_like_fp32(two: Cluster, precision: str | None, autocast: bo
 
 def changing_shapes(zero: int) -> Distance:
     """Another batch size each step and on each process, evaluation in between."""
-    model, plain, compiled = _compiled(_config(zero))
+    model, plain, compiled = compiled_pair(config(zero))
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
     distance, world = Distance(), dist.get_world_size()
     for step in range(6):
@@ -161,9 +95,9 @@ def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
 
 
 def on_two_axes() -> tuple[Distance, str, tuple[int, ...]]:
-    distance = measure("gpt2", _config(3, mesh={"replicate": 2, "shard": 2}), steps=4)
-    model, _, compiled = _compiled(_config(3, mesh={"replicate": 2, "shard": 2}))
-    compiled(_inputs(1)[0, dist.get_rank()])
+    distance = measure("gpt2", config(3, mesh={"replicate": 2, "shard": 2}), steps=4)
+    model, _, compiled = compiled_pair(config(3, mesh={"replicate": 2, "shard": 2}))
+    compiled(inputs_of(1)[0, dist.get_rank()])
     parameter = next(model.parameters())
     assert isinstance(parameter, DTensor)
     return distance, str(parameter.placements), tuple(parameter.to_local().shape)
@@ -191,10 +125,10 @@ def apart() -> tuple[Distance, list[int]]:
     )  # fmt: skip
     assert inventory_plan.group_of.keys() == plan.group_of.keys()
     plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(3, plan=plan)))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(3, plan=plan)))
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
     distance = Distance()
-    for inputs in _inputs(5):
+    for inputs in inputs_of(5):
         compiled(inputs[dist.get_rank()]).backward()
         for x in inputs:
             (plain(x) / 2).backward()
@@ -209,7 +143,7 @@ def apart() -> tuple[Distance, list[int]]:
 def _plan_of(model: nn.Module) -> autoshard.Plan:
     from autoshard.inventory import take_inventory
 
-    return make_plan(take_inventory(model, model.parameters()), _config(3), _where(2))
+    return make_plan(take_inventory(model, model.parameters()), config(3), _where(2))
 
 
 def test_parameters_on_a_mesh_that_excludes_this_rank(two: Cluster) -> None:
@@ -222,10 +156,10 @@ def test_parameters_on_a_mesh_that_excludes_this_rank(two: Cluster) -> None:
 
 
 def look_around() -> dict[str, Any]:
-    model, plain, compiled = _compiled(_config(3))
+    model, plain, compiled = compiled_pair(config(3))
     before = list(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled(_inputs(1)[0, dist.get_rank()]).backward()
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
     seen: dict[str, Any] = {"repointed": optimizer.param_groups[0]["params"][0] is model.up.weight}
     seen["names"] = list(model.state_dict())
     seen["rows"] = tuple(model.up.weight.to_local().shape)
@@ -259,56 +193,6 @@ def test_the_model_stays_what_it_was(two: Cluster) -> None:
         assert "cannot be pickled" in seen["pickle"] and "written inside `gathered`" in seen["write"]
 
 
-# --- optimizers that were there before
-
-
-def continue_training(zero: int) -> Distance:
-    """Two plain steps, then sharded ones: state that existed is carried over."""
-    torch.manual_seed(0)
-    model = Net()
-    plain = rank0_copy(model)
-    optimizer, reference = adamw(model.parameters()), adamw(plain.parameters())
-    for x in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)):
-        for m, o in ((model, optimizer), (plain, reference)):
-            m(x).backward()
-            o.step()
-            o.zero_grad()
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(zero)))
-    distance = Distance()
-    for inputs in _inputs(4):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
-    see_state(distance, model, plain)
-    return distance
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_optimizer_state_is_carried_over(two: Cluster, zero: int) -> None:
-    for distance in two.run(continue_training, zero):
-        assert distance.worst <= TOLERANCE, distance
-
-
-def step_with(name: str) -> str:
-    model, _, compiled = _compiled(_config(3))
-    compiled(_inputs(1)[0, dist.get_rank()]).backward()
-    optimizer = getattr(torch.optim, name)(model.parameters())
-    try:
-        optimizer.step()
-    except UnsupportedError as error:
-        return str(error)
-    return "stepped"
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Adagrad"])
-def test_optimizers_that_cannot_step_on_shards_are_refused(two: Cluster, name: str) -> None:
-    for text in two.run(step_with, name):
-        assert f"optimizer {name} cannot step on sharded parameters" in text
-
-
 # --- buffers
 
 
@@ -316,7 +200,7 @@ def local_buffers() -> tuple[Tensor, Tensor]:
     case = CASES["conv"]
     torch.manual_seed(0)
     model = case.build()
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(0, buffers="local")))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, buffers="local")))
     alone: Any = rank0_copy(model)
     batch = batches_of(case, dist.get_world_size(), 1)[0][dist.get_rank()]
     case.loss(compiled(**batch)).backward()
@@ -352,8 +236,8 @@ class Skipped(nn.Module):
 def step_beside_the_graph() -> str:
     model = Skipped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(0)))
-    compiled(_inputs(1)[0, dist.get_rank()]).backward()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0)))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
     try:
         optimizer.step()
     except autoshard.AutoshardError as error:
@@ -376,8 +260,8 @@ class Half(nn.Module):
 
 def step_outside(what: str) -> str:
     model = Half()
-    compiled: Any = torch.compile(model.first, backend=autoshard.backend(_config(0)))
-    x = _inputs(1)[0, dist.get_rank()]
+    compiled: Any = torch.compile(model.first, backend=autoshard.backend(config(0)))
+    x = inputs_of(1)[0, dist.get_rank()]
     try:
         if what == "grown":
             compiled(x).backward()
@@ -400,50 +284,3 @@ def step_outside(what: str) -> str:
 def test_parameters_that_nothing_reduces_are_refused(two: Cluster, what: str, says: str) -> None:
     for text in two.run(step_outside, what):
         assert text.startswith(says), text
-
-
-# --- held gradients
-
-
-def held(order: str) -> Tensor:
-    """The gradient of a weight after a backward inside no_sync and others outside; each counts once."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(_config(0)))
-    x = torch.ones(1, 4)
-    compiled(x)
-    early = compiled(x).sum()
-    with autoshard.no_sync(compiled):
-        compiled(x).sum().backward()
-    if order == "twice":
-        (compiled(x) + compiled(x)).sum().backward()
-    else:
-        early.backward()
-        compiled(x).sum().backward()
-    weight = model[0].weight
-    assert weight.grad is not None
-    return weight.grad
-
-
-@pytest.mark.parametrize("order", ["twice", "early"])
-def test_held_gradients_count_once(two: Cluster, order: str) -> None:
-    for gradient in two.run(held, order):
-        assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
-
-
-def step_while_held() -> str:
-    model, _, compiled = _compiled(_config(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled(_inputs(1)[0, 0]).backward()
-    with autoshard.no_sync(compiled):
-        compiled(_inputs(1)[0, 0]).backward()
-    try:
-        optimizer.step()
-    except autoshard.AutoshardError as error:
-        return str(error)
-    return "stepped"
-
-
-def test_a_step_while_gradients_wait_is_refused(two: Cluster) -> None:
-    for text in two.run(step_while_held):
-        assert "gradients of backwards inside no_sync still wait" in text

@@ -1,6 +1,7 @@
-"""Rewrite: gathers start one bucket ahead of their use, reductions are waited for at the end.
+"""Rewrite: gathers start one bucket ahead of their use, reductions are waited for two buckets later.
 
-A first schedule: it hides communication behind the computation next to it and holds two gathered buckets.
+A first schedule: it hides communication behind the computation next to it. With two reductions on their way the
+link never waits for the computation, and no more than their buckets are held.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from autoshard.passes.base import Context, Stage
 
 @dataclass(frozen=True)
 class Overlap:
-    """ahead: how many buckets before its use a gather starts."""
+    """ahead: how many buckets before its use a gather starts. behind: how many reductions start before one is
+    waited for."""
 
     ahead: int = 1
+    behind: int = 2
 
     def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise PassError(f"passes: overlap{{ahead={self.ahead}}} is not legal; legal: 1 or more")
+        for name in ("ahead", "behind"):
+            if getattr(self, name) < 1:
+                raise PassError(f"passes: overlap{{{name}={getattr(self, name)}}} is not legal; legal: 1 or more")
 
     name: ClassVar[str] = "overlap"
     stage: ClassVar[Stage] = "split"
@@ -34,7 +38,7 @@ class Overlap:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         self._prefetch(gm)
         if context.phase == "backward":
-            _wait_late(gm)
+            self._wait_late(gm)
         return gm
 
     def _prefetch(self, gm: GraphModule) -> None:
@@ -48,6 +52,21 @@ class Overlap:
                 _move_after(_chain(gather, target, at), target)
             if i < self.ahead:
                 head = gather
+
+    def _wait_late(self, gm: GraphModule) -> None:
+        """Moves the wait of each reduction, and the copies out of it, behind the start of a later one or to the end."""
+        starts = graphs.calls(gm, *graphs.REDUCTIONS)
+        output = gm.graph.output_node()
+        for i, start in enumerate(starts):
+            wait = next(iter(start.users))
+            chain = [wait, *graphs.dependents(gm, [wait])]
+            later = [s for s in starts[i + self.behind :] if s not in chain]
+            if later:
+                at = graphs.positions(gm.graph)
+                _move_after([node for node in chain if at[node] < at[later[0]]], later[0])
+            else:
+                for node in chain:
+                    output.prepend(node)
 
 
 def _chain(gather: Node, limit: Node, at: dict[Node, int]) -> list[Node]:
@@ -67,12 +86,3 @@ def _move_after(chain: list[Node], target: Node) -> None:
     for node in chain:
         target.append(node)
         target = node
-
-
-def _wait_late(gm: GraphModule) -> None:
-    """Moves the waits of reductions, and the copies out of them, to the end of the graph."""
-    output = gm.graph.output_node()
-    for start in graphs.calls(gm, *graphs.REDUCTIONS):
-        wait = next(iter(start.users))
-        for node in [wait, *graphs.dependents(gm, [wait])]:
-            output.prepend(node)

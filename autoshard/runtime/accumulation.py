@@ -1,11 +1,8 @@
 """Gradient accumulation without communication, what `autoshard.no_sync(model)` switches.
 
-[Note: Held gradients]
-Where the plan keeps whole gradients (stages 0 and 1), a backward inside `no_sync` adds them to side buffers,
-the gradients of "holders": leaves of the parameter's full shape that take no memory themselves. `p.grad` stays
-None. The first forward outside takes what is held into its graph, and its backward adds it before the one
-reduction. A forward whose backward never comes drops it, as it would drop its own. Where gradients are sharded
-(stages 2 and 3), every backward reduces, and `no_sync` changes nothing.
+What a backward inside leaves is told in [Note: Held gradients]. A forward outside whose backward never comes drops
+what it took, as it would drop its own. Where gradients are sharded (stages 2 and 3), every backward reduces, and
+`no_sync` changes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+
+from autoshard.runtime.holder import Holder
 
 Mode = Literal["sync", "hold", "flush"]
 
@@ -27,14 +25,13 @@ class Accumulation:
 
     mode: Mode = "sync"
     gathered: bool = False
-    holders: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
 
-    def add_holder(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
-        """A place where whole gradients of a parameter, `name` of `module`, can wait."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        holder = nothing.expand(parameter.shape).requires_grad_()
-        self.holders.append((module, name, holder))
-        return holder
+    @staticmethod
+    def of(model: nn.Module) -> Accumulation:
+        """The one of this model, compiled or not; `no_sync` may come before the first call."""
+        original: nn.Module = getattr(model, "_orig_mod", model)
+        return original.__dict__.setdefault("_autoshard_accumulation", Accumulation())  # type: ignore[no-any-return]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -49,15 +46,14 @@ class Accumulation:
 
     def waiting(self) -> bool:
         """True if a gradient that was held has not been taken by a forward outside."""
-        return any(holder.grad is not None for *_, holder in self.holders)
+        return any(holder.waiting for holder in self.holders)
 
     def _arrange_flush(self) -> None:
         self.mode = "flush" if self.waiting() else "sync"
 
     def take(self, parameters: set[int]) -> None:
         """A graph was just called with what is held for these parameters (ids); it is that graph's from here on."""
-        for module, name, holder in self.holders:
-            parameter = module._parameters[name]
-            if holder.grad is not None and parameter is not None and id(parameter) in parameters:
-                holder.grad = None
+        for holder in self.holders:
+            if id(holder.parameter) in parameters:
+                holder.take()
         self._arrange_flush()

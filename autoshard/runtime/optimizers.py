@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from autoshard.errors import UnsupportedError
+from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 
-# Seen on torch 2.11 and 2.13: the first four raise inside DTensor, Muon skips DTensors without a word.
-_NOT_ON_SHARDS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
+# Seen on torch 2.11 and 2.13: Adafactor, Rprop and Adagrad raise inside DTensor, Muon skips DTensors without a word.
+_NOT_ON_DTENSORS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
 
 
 def holding(names: dict[int, str]) -> list[Optimizer]:
@@ -44,15 +45,19 @@ def states_of(optimizer: Optimizer) -> int:
     return 1 if kind in ("rmsprop", "adagrad") else 2
 
 
-def check_steps_on_shards(optimizer: Optimizer) -> None:
-    """Refuses by name what fails, or does nothing, on DTensors."""
+def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
+    """Refuses by name what fails, or does nothing, on DTensors and cannot step on rows."""
+    if can_step_locally(optimizer) and not closure:
+        return
     kind = type(optimizer).__name__
     fused_sgd = kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups)
-    if kind in _NOT_ON_SHARDS or fused_sgd:
+    quantized = "8bit" in kind or "4bit" in kind or type(optimizer).__module__.startswith("bitsandbytes")
+    if kind in _NOT_ON_DTENSORS or fused_sgd or quantized:
         what = "SGD(fused=True)" if fused_sgd else kind
+        rows = ", or this one without hooks, closure or `differentiable`" if type(optimizer) in ELEMENTWISE else ""
         raise UnsupportedError(
-            f"optimizer {what} cannot step on sharded parameters; legal: AdamW, Adam, SGD, NAdam, RAdam, "
-            "Adamax and others of torch.optim that are elementwise, or zero=0"
+            f"optimizer {what} cannot step on sharded parameters; legal: those of torch.optim that are elementwise "
+            f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}, or zero=0"
         )
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from autoshard.errors import StaleParameterError, UnsupportedError
 from autoshard.ops import logical  # noqa: F401  (registers the logical ops)
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.holder import takes_part
 
 
 def _as_traced(
@@ -39,8 +40,11 @@ def _as_traced(
         full = torch.ops.autoshard.unshard(rows.detach(), shape, layout, "")
         return torch.ops.autoshard.hold(full, holders[name])
     full = torch.ops.autoshard.unshard(rows, shape, layout, "")
-    held = holders[name].grad if holds and accumulation.mode == "flush" else None
-    return full if held is None else torch.ops.autoshard.add_held(full, held)
+    if holds and accumulation.mode == "flush" and takes_part(parameter):
+        held = parameter.grad
+        held = held.to_local() if isinstance(held, DTensor) else held
+        return torch.ops.autoshard.add_held(full, held)
+    return full
 
 
 def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:

@@ -18,6 +18,7 @@ from autoshard.inventory import names_of
 from autoshard.ops.layout import Layout
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.holder import Holder
 from autoshard.runtime.parameters import retire, sharded_class
 from autoshard.runtime.processes import name_of_everyone
 
@@ -49,7 +50,7 @@ class Sharder:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
-        self.accumulation = Accumulation()
+        self.accumulation = Accumulation.of(model)
         self._submeshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._storages = Counter(p.untyped_storage().data_ptr() for p in model.parameters())
 
@@ -151,9 +152,10 @@ class Sharder:
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
         if group.degrees.gradient > 1 or not new.requires_grad:
             return
-        holder = self.accumulation.add_holder(where[0].module, where[0].attribute, new)
+        holder = Holder(where[0].module, where[0].attribute, self.mesh)
+        self.accumulation.holders.append(holder)
         for place in where:
-            place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder
+            place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder.leaf
 
     def _stand_in(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
         """See `parameters._rows`."""

@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.inventory import names_of
 from autoshard.plan import Plan
+from autoshard.runtime import local_step
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.optimizers import check_steps_on_shards
 from autoshard.runtime.processes import World
@@ -79,10 +80,10 @@ class ModelState:
 
         return noted
 
-    def check_before_step(self, optimizer: Optimizer, stepped: list[nn.Parameter]) -> None:
+    def check_before_step(self, optimizer: Optimizer, stepped: list[nn.Parameter], closure: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced: processes would drift apart."""
         if self.plan.sharded:
-            check_steps_on_shards(optimizer)
+            check_steps_on_shards(optimizer, closure)
         if self.accumulation.waiting():
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
@@ -100,22 +101,27 @@ _live: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
 @functools.cache
 def _watch_steps() -> None:
-    """Installs, once, the check of every optimizer step, by torch's public hook."""
+    """Installs, once, what surrounds every optimizer step, by torch's public hooks."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(lambda optimizer, *_: local_step.after_step(optimizer))
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    local_step.after_step(optimizer)  # where the last step failed, the hooks after it did not run
+    closure = kwargs.get("closure", next(iter(args[1:]), None)) is not None  # args[0] is the optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [s for s in _live if any(id(p) in s.ids for p in parameters)]
     stepped = [p for p in parameters if p.grad is not None]
     for state in states:
-        state.check_before_step(optimizer, stepped)
+        state.check_before_step(optimizer, stepped, closure)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
     if states and strange:
         raise DivergenceError(
             f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
         )
+    if any(state.plan.sharded for state in states):
+        local_step.before_step(optimizer, closure)
 
 
 def make_unusable(model: nn.Module, error: Exception) -> None:

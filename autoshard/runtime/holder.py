@@ -1,0 +1,101 @@
+"""Holder: where the whole gradient of one parameter goes in a backward that does not communicate.
+
+[Note: Held gradients]
+Where the plan keeps whole gradients (stages 0 and 1), a backward inside `no_sync` puts this process's own gradient
+into `p.grad`, as DDP does: as it is for a plain parameter, else as a DTensor that is this process's part of the mean
+(`Partial("avg")`), so that whoever reads it reads right, and `zero_grad` discards it. A leaf of the parameter's full
+shape, which takes no memory itself, receives it from autograd and passes it on. The first forward outside takes what
+`p.grad` holds into its graph, and its backward adds that before the one reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+
+@dataclass(eq=False)
+class Holder:
+    """Of parameter `name` of `module`. leaf: what a trace hands the parameter's gradient to."""
+
+    module: nn.Module
+    name: str
+    mesh: DeviceMesh
+    leaf: Tensor = field(init=False)
+    _held: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        nothing = torch.zeros((), dtype=self.parameter.dtype, device=self.parameter.device)
+        self.leaf = nothing.expand(self.parameter.shape).requires_grad_()
+        self.leaf.register_post_accumulate_grad_hook(self._pass_on)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter as the module has it now."""
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def waiting(self) -> bool:
+        """True if `p.grad` is what a backward left there that did not communicate."""
+        grad = self.parameter.grad
+        return grad is not None and (grad is self._held or is_part(grad))
+
+    def take(self) -> None:
+        """A graph was called with what `p.grad` holds: it is that graph's from here on."""
+        if takes_part(self.parameter):
+            self.parameter.grad = self._held = None
+
+    def _pass_on(self, leaf: Tensor) -> None:
+        own, leaf.grad = leaf.grad, None
+        assert own is not None
+        parameter = self.parameter
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = self._held = self._part_of_mean(own)
+            elif self.waiting:
+                _local(parameter.grad).add_(own)
+            else:
+                own += _as_part(parameter.grad, self.mesh)
+                parameter.grad = self._held = self._part_of_mean(own)
+
+    def _part_of_mean(self, own: Tensor) -> Tensor:
+        if not isinstance(self.parameter, DTensor):
+            return own
+        parts = [Partial("avg")] * self.mesh.ndim
+        shape, stride = self.parameter.shape, self.parameter.stride()
+        return DTensor.from_local(own, self.mesh, parts, run_check=False, shape=shape, stride=stride)
+
+
+def takes_part(parameter: Tensor) -> bool:
+    """True if a graph that completes held gradients takes `p.grad`. Of a plain parameter it always does: one that
+    was reduced already is equal everywhere, and the mean of equals is the same."""
+    grad = parameter.grad
+    return grad is not None and (is_part(grad) or not isinstance(grad, DTensor))
+
+
+def is_part(grad: Tensor) -> bool:
+    """True of a DTensor that only together with those of other processes is a gradient."""
+    return isinstance(grad, DTensor) and grad.placements[0].is_partial()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_part(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A reduced gradient as one process's part of a mean: no communication, zero where the rows are others'."""
+    if not isinstance(grad, DTensor) or Shard(0) not in grad.placements:
+        return _local(grad)
+    axis = grad.placements.index(Shard(0))
+    whole = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    pieces = whole.chunk(grad.device_mesh.size(axis))
+    at = grad.device_mesh.get_local_rank(axis)
+    if at < len(pieces):
+        pieces[at].copy_(grad.to_local() * mesh["shard"].size())
+    return whole

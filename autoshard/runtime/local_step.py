@@ -1,0 +1,140 @@
+"""Optimizer steps on this process's rows, for the optimizers of torch.optim that do to each number what they would
+do to it in the whole.
+
+[Note: Local steps] A step on DTensors pays their dispatch for every op on every parameter, and some optimizers fail
+on them. So for the length of one `step()` the optimizer holds plain tensors: leaves over the rows, their gradients,
+and its state, all in the storage of the DTensors; and after it DTensors again, those of new state too. torch's
+public hooks around a step do this. Where a user's own hook would see the rows, or a closure computes gradients within
+the step, the optimizer steps on DTensors as it did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoshard import torch_internals
+
+ELEMENTWISE = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+
+
+def can_step_locally(optimizer: Optimizer) -> bool:
+    """True of exactly torch's own classes: a subclass may do anything in its step."""
+    return (
+        type(optimizer) in ELEMENTWISE
+        and not torch_internals.has_step_hooks(optimizer)
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+    )
+
+
+@dataclass
+class _Swapped:
+    """One parameter that is out of its optimizer: its stand-in, and its state as DTensors and as rows."""
+
+    parameter: nn.Parameter
+    leaf: nn.Parameter
+    state: dict[str, Any]
+    rows: dict[str, Any]
+
+
+@dataclass
+class LocalStep:
+    """What one optimizer holds during one step, and how it gets its own back."""
+
+    optimizer: Optimizer
+    groups: list[list[nn.Parameter]] = field(default_factory=list)
+    swapped: list[_Swapped] = field(default_factory=list)
+
+    def enter(self) -> None:
+        """Rows take the places of DTensors."""
+        for group in self.optimizer.param_groups:
+            self.groups.append(group["params"])
+            group["params"] = [self._stand_in(p) for p in group["params"]]
+
+    def leave(self) -> None:
+        """DTensors are back in their places."""
+        for group, parameters in zip(self.optimizer.param_groups, self.groups):
+            group["params"] = parameters
+        for entry in self.swapped:
+            _update_state(entry, self.optimizer.state.pop(entry.leaf, entry.rows))
+            if entry.state:
+                self.optimizer.state[entry.parameter] = entry.state
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        leaf = nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
+        leaf.grad = None if parameter.grad is None else _rows(parameter.grad)
+        state = self.optimizer.state.pop(parameter, {})
+        rows = {key: _rows(value) for key, value in state.items()}
+        if state:
+            self.optimizer.state[leaf] = dict(rows)
+        self.swapped.append(_Swapped(parameter, leaf, state, rows))
+        return leaf
+
+
+def _rows(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _update_state(entry: _Swapped, after: dict[str, Any]) -> None:
+    """State that the step made or replaced goes into the parameter's own state; what it changed is there already."""
+    for key, value in after.items():
+        if value is not entry.rows.get(key, entry):
+            entry.state[key] = _like(entry.parameter, key, value)
+
+
+def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
+    """State of the parameter's size as a DTensor that lies as the parameter does."""
+    assert isinstance(parameter, DTensor)
+    if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.to_local().shape:
+        return value
+    mesh, places = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(value, mesh, places, run_check=False, shape=shape, stride=stride)
+
+
+_out: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
+
+
+def before_step(optimizer: Optimizer, closure: bool) -> None:
+    """To be called just before a step of an optimizer that has sharded parameters."""
+    if closure or not can_step_locally(optimizer) or not _gradients_lie_as_parameters(optimizer):
+        return
+    _out[optimizer] = LocalStep(optimizer)
+    _out[optimizer].enter()
+
+
+def after_step(optimizer: Optimizer) -> None:
+    """To be called just after it; where a step failed, before the next."""
+    if (step := _out.pop(optimizer, None)) is not None:
+        step.leave()
+
+
+def _gradients_lie_as_parameters(optimizer: Optimizer) -> bool:
+    parameters: Iterable[Any] = (p for group in optimizer.param_groups for p in group["params"])
+    return all(
+        isinstance(p.grad, DTensor) and p.grad.placements == p.placements
+        for p in parameters
+        if isinstance(p, DTensor) and p.grad is not None
+    )

@@ -1,0 +1,40 @@
+"""A small model, and how most tests compile it: eager, everything sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+from tests.parity import rank0_copy
+
+TOLERANCE = 1e-4
+
+
+def config(zero: int, **more: Any) -> autoshard.Config:
+    options = {"codegen": "eager", "replicate_below": 0, "timeout": 60, "verbose": False}
+    return autoshard.Config(zero=zero, **(options | more))  # type: ignore[arg-type]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).pow(2).mean()
+
+
+def compiled_pair(config: autoshard.Config) -> tuple[nn.Module, nn.Module, Any]:
+    """(model, plain copy, compiled)"""
+    torch.manual_seed(0)
+    model = Net()
+    return model, rank0_copy(model), torch.compile(model, backend=autoshard.backend(config))
+
+
+def inputs_of(steps: int) -> Tensor:
+    """[step, rank, batch, feature]"""
+    return torch.randn(steps, dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(3))

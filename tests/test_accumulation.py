@@ -1,0 +1,165 @@
+"""Gradient accumulation, with and without no_sync: what `p.grad` is at each moment, and that nothing counts twice."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import (
+    Distance,
+    Trainer,
+    adamw,
+    batches_of,
+    clipped_step,
+    rank0_copy,
+    see_gradients,
+    see_state,
+    whole,
+)
+from tests.small import TOLERANCE, compiled_pair, config, inputs_of
+
+# What a gradient is inside no_sync, by stage.
+INSIDE = {0: "own", 1: "part", 2: "rows", 3: "rows"}
+
+
+def what_it_is(grad: Tensor) -> str:
+    if isinstance(grad, DTensor):
+        return "part" if grad.placements[0].is_partial() else "rows"
+    return "own"
+
+
+def accumulate(zero: int, silent: bool) -> tuple[Distance, list[str]]:
+    """Three microbatches a step; `silent`: the first two inside no_sync."""
+    case = CASES["odd"]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = case.build()
+    reference = Trainer(rank0_copy(model), case, adamw)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    distance, inside_is = Distance(), []
+    for step, micro in enumerate(zip(*[iter(batches_of(case, world, 12))] * 3)):
+        for i, batches in enumerate(micro):
+            inside = silent and i < 2 and step > 0
+            with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
+                (case.loss(compiled(**batches[rank])) / 3).backward()
+            if inside:
+                inside_is.append(what_it_is(model.first.weight.grad))
+            reference.backward(batches, 1 / 3)
+        see_gradients(distance, model, reference.model)
+        distance.see("norm", clipped_step(model, optimizer), reference.step())
+    see_state(distance, model, reference.model)
+    return distance, inside_is
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_accumulation(two: Cluster, zero: int, silent: bool) -> None:
+    for distance, inside_is in two.run(accumulate, zero, silent):
+        assert distance.worst <= TOLERANCE, distance
+        assert set(inside_is) == ({INSIDE[zero]} if silent else set())
+
+
+def held(order: str) -> Tensor:
+    """The gradient of a weight after a backward inside no_sync and others outside; each counts once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0)))
+    x = torch.ones(1, 4)
+    compiled(x)
+    early = compiled(x).sum()
+    with autoshard.no_sync(compiled):
+        compiled(x).sum().backward()
+    if order == "twice":
+        (compiled(x) + compiled(x)).sum().backward()
+    else:
+        early.backward()
+        compiled(x).sum().backward()
+    weight = model[0].weight
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("order", ["twice", "early"])
+def test_held_gradients_count_once(two: Cluster, order: str) -> None:
+    for gradient in two.run(held, order):
+        assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
+
+
+def step_while_held() -> str:
+    model, _, compiled = compiled_pair(config(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(inputs_of(1)[0, 0]).backward()
+    with autoshard.no_sync(compiled):
+        compiled(inputs_of(1)[0, 0]).backward()
+    try:
+        optimizer.step()
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "stepped"
+
+
+def test_a_step_while_gradients_wait_is_refused(two: Cluster) -> None:
+    for text in two.run(step_while_held):
+        assert "gradients of backwards inside no_sync still wait" in text
+
+
+def discard(zero: int, to_none: bool, between: bool) -> list[tuple[Tensor, Tensor]]:
+    """(gradient, wanted) after zero_grad threw away what backwards inside no_sync had left.
+
+    between: there was a reduced gradient already when the first of them came.
+    """
+    model, plain, compiled = compiled_pair(config(zero))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for batches in inputs_of(3):
+        if between:
+            compiled(batches[dist.get_rank()]).backward()
+        with autoshard.no_sync(compiled):
+            compiled(batches[dist.get_rank()]).backward()
+            compiled(batches[dist.get_rank()]).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        compiled(batches[dist.get_rank()]).backward()
+        plain.zero_grad()
+        (sum(plain(x) for x in batches) / len(batches)).backward()
+        found.append((whole(model.up.weight.grad).clone(), plain.up.weight.grad.clone()))
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_zero_grad_discards_what_no_sync_left(two: Cluster, zero: int, to_none: bool, between: bool) -> None:
+    for found in two.run(discard, zero, to_none, between):
+        for gradient, wanted in found:
+            torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+def read_inside() -> list[tuple[Tensor, Tensor]]:
+    """What a sharded gradient inside no_sync says of itself: (its full value, the mean of all so far)."""
+    model, plain, compiled = compiled_pair(config(1))
+    found = []
+    batches = inputs_of(1)[0]
+    compiled(batches[dist.get_rank()]).backward()
+    for count in (2, 3):
+        with autoshard.no_sync(compiled):
+            compiled(batches[dist.get_rank()]).backward()
+        plain.zero_grad()
+        (count * sum(plain(x) for x in batches) / len(batches)).backward()
+        found.append((whole(model.up.weight.grad), plain.up.weight.grad.clone()))
+    return found
+
+
+def test_a_gradient_inside_no_sync_reads_as_the_mean(two: Cluster) -> None:
+    for found in two.run(read_inside):
+        for gradient, wanted in found:
+            torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)

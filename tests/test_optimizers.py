@@ -1,0 +1,205 @@
+"""Optimizers on sharded parameters, on two processes, against the same optimizer on the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import autoshard
+from autoshard.errors import UnsupportedError
+from autoshard.runtime.local_step import can_step_locally
+from tests.cluster import Cluster
+from tests.parity import Distance, rank0_copy, see_state
+from tests.small import TOLERANCE, Net, compiled_pair, config, inputs_of
+
+
+class Damped(optim.Optimizer):
+    """An optimizer that a user might write; elementwise, with state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 0.5)
+                p.sub_(mean, alpha=group["lr"])
+
+
+class Mine(optim.AdamW):
+    """A subclass of torch's own."""
+
+
+def grouped(parameters: Any) -> optim.Optimizer:
+    first, *rest = parameters
+    return optim.AdamW([{"params": [first], "lr": 0.1, "weight_decay": 0.0}, {"params": rest}], lr=0.01)
+
+
+def hooked(parameters: Any) -> optim.Optimizer:
+    """With a hook that must see whole gradients' norm, not the rows'."""
+    optimizer = optim.SGD(parameters, lr=0.1)
+
+    def clip(o: optim.Optimizer, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 0.01)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": optim.AdamW,
+    "AdamW foreach": lambda ps: optim.AdamW(ps, foreach=True),
+    "AdamW fused": lambda ps: optim.AdamW(ps, fused=True),
+    "AdamW amsgrad": lambda ps: optim.AdamW(ps, amsgrad=True),
+    "AdamW tensor lr": lambda ps: optim.AdamW(ps, lr=torch.tensor(1e-2)),
+    "Adam": optim.Adam,
+    "SGD": lambda ps: optim.SGD(ps, lr=0.1),
+    "SGD momentum": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD fused": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adamax": optim.Adamax,
+    "RMSprop": optim.RMSprop,
+    "Adagrad": optim.Adagrad,
+    "Adadelta": optim.Adadelta,
+    "ASGD": optim.ASGD,
+    "Rprop": lambda ps: optim.Rprop(ps, lr=1e-3),
+    "groups": grouped,
+    "own": Damped,
+    "subclass": Mine,
+    "hooked": hooked,
+}
+LOCALLY = OPTIMIZERS.keys() - {"own", "subclass", "hooked"}
+
+
+def train(name: str, early: bool, zero: int) -> tuple[Distance, bool, set[str]]:
+    """(distance, whether it steps on rows, kinds of its state): steps beside the reference, with a schedule.
+
+    early: the optimizer is made before the model is compiled.
+    """
+    make = OPTIMIZERS[name]
+    model, plain, compiled = compiled_pair(config(zero))
+    optimizer = make(model.parameters()) if early else None
+    reference = make(plain.parameters())
+    distance, schedules = Distance(), []
+    for step, inputs in enumerate(inputs_of(5)):
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        optimizer = optimizer or make(model.parameters())
+        if step == 0:
+            schedules = [optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, reference)]
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    see_state(distance, model, plain)
+    assert optimizer is not None
+    state = optimizer.state[model.up.weight].items()
+    return distance, can_step_locally(optimizer), {type(v).__name__ for k, v in state if v is not None and v.shape}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_as_on_the_whole_model(two: Cluster, name: str, early: bool) -> None:
+    for distance, locally, state in two.run(train, name, early, 3):
+        assert distance.worst <= TOLERANCE, distance
+        assert locally == (name in LOCALLY)
+        assert state <= {"DTensor"}
+
+
+# --- optimizers that were there before
+
+
+def continue_training(name: str, zero: int) -> Distance:
+    """Two plain steps, then sharded ones: state that existed is carried over."""
+    torch.manual_seed(0)
+    make = OPTIMIZERS[name]
+    model = Net()
+    plain = rank0_copy(model)
+    optimizer, reference = make(model.parameters()), make(plain.parameters())
+    for x in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)):
+        for m, o in ((model, optimizer), (plain, reference)):
+            m(x).backward()
+            o.step()
+            o.zero_grad()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    distance = Distance()
+    for inputs in inputs_of(4):
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD momentum", "own"])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_optimizer_state_is_carried_over(two: Cluster, name: str, zero: int) -> None:
+    for distance in two.run(continue_training, name, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+
+
+# --- what is refused
+
+
+def refusal(kind: str) -> str:
+    """What the first step says of an optimizer, closure or hook that cannot be right on rows."""
+    model, _, compiled = compiled_pair(config(3))
+    x = inputs_of(1)[0, dist.get_rank()]
+    compiled(x).backward()
+    optimizer = _unfit(kind, list(model.parameters()))
+    try:
+        optimizer.step(lambda: compiled(x)) if kind == "Adagrad closure" else optimizer.step()
+    except UnsupportedError as error:
+        return str(error)
+    return "stepped"
+
+
+def _unfit(kind: str, parameters: list[nn.Parameter]) -> Any:
+    if kind == "Adagrad hook":
+        optimizer = optim.Adagrad(parameters)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+    if kind == "AdamW8bit":
+        return type("AdamW8bit", (optim.AdamW,), {})(parameters)
+    chosen = [p for p in parameters if p.ndim == 2] if kind == "Muon" else parameters
+    return getattr(optim, kind.split()[0])(chosen)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "LBFGS", "Adagrad hook", "Adagrad closure", "AdamW8bit"])
+def test_what_cannot_step_on_shards_is_refused_by_name(two: Cluster, kind: str) -> None:
+    for text in two.run(refusal, kind):
+        assert f"optimizer {kind.split()[0]}" in text and "cannot step on sharded parameters" in text
+
+
+def fail_in_a_step() -> tuple[bool, float]:
+    """A step that fails half way: the optimizer gets its DTensors back at the next one."""
+    model, _, compiled = compiled_pair(config(3))
+    x = inputs_of(1)[0, dist.get_rank()]
+    optimizer = optim.AdamW(model.parameters())
+    compiled(x).backward()
+    optimizer.param_groups[0]["betas"] = "wrong"
+    try:
+        optimizer.step()
+    except Exception:
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    optimizer.step()
+    mine = optimizer.param_groups[0]["params"]
+    return all(a is b for a, b in zip(mine, model.parameters())), len(optimizer.state)
+
+
+def test_a_step_that_failed_loses_nothing(two: Cluster) -> None:
+    assert two.run(fail_in_a_step) == [(True, 4)] * 2
