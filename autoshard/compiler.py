@@ -32,7 +32,7 @@ from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.report import Report
 from autoshard.runtime import processes
-from autoshard.runtime.state import ModelState, state_of
+from autoshard.runtime.state import ModelState, copies, state_of
 
 
 class Backend:
@@ -45,6 +45,7 @@ class Backend:
         self._states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
+        self._warned = False
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile asks of a backend: something that runs `gm`."""
@@ -54,11 +55,16 @@ class Backend:
             state = self._first_call(model, gm, inputs) if model is not None else None
         return self._compile(state, gm, inputs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self  # as a function would be: a copy of a compiled module has the same one
+
     def _state_for(self, inputs: Sequence[Any]) -> ModelState | None:
-        """The state of the model whose parameters these are, if it had its first call."""
-        for state in self._states:
+        """The state of the model whose parameters these are, if it had its first call: with this backend, or, as a
+        copy of a sharded model, with none."""
+        for state in (*self._states, *copies()):
             names = state.names()
             if any(id(x) in names for x in inputs):
+                self._states.add(state)
                 return state
         return None
 
@@ -99,6 +105,7 @@ class Backend:
         rank = state.world.rank if state else 0
         plan = state.plan if state else Plan(1, (("shard", 1),), ())
         names = state.names() if state else {}
+        self._warn_of_breaks(gm, rank)
         if state and not plan.leaves_alone:
             refuse_unplanned(state, inputs)
         context = Context(
@@ -111,6 +118,16 @@ class Backend:
         with self._phases.phase("compile", "in all so far"):
             run = compilation.compile(gm, inputs)
         return state.noting_parameters(run, tuple(context.parameters)) if state else run
+
+    def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:
+        """Once: what is behind a graph break is compiled apart, and gathers less far ahead."""
+        found = torch_internals.graph_break(gm)
+        if found and rank == 0 and not self._warned:
+            self._warned = True
+            self._phases.warn(
+                f"graph break at {found[0]} ({found[1]}): the model is compiled in pieces, with less to overlap; "
+                "TORCH_LOGS=graph_breaks shows all"
+            )
 
     def _inductor(self) -> bool:
         if self.config.codegen == "inductor" and not has_compiler():

@@ -27,6 +27,7 @@ from autoshard.plan import Plan
 from autoshard.planning import budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
+from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState, make_unusable
 from autoshard.units import bytes_text, counted
@@ -50,6 +51,7 @@ class FirstCall:
         self.model, self.gm, self.world = model, gm, world
         self.used = [x for x in inputs if isinstance(x, nn.Parameter)]
         self.optimizers = optimizers.holding(names_of(model))
+        self.topic = f"model{next(_count_first_calls)}"
 
     def carry_out(self) -> ModelState:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
@@ -71,8 +73,7 @@ class FirstCall:
     def _agree(self, inventory: Inventory) -> Plan:
         if self.world.size == 1:
             return self._decide(inventory, [self._statement(inventory)])
-        topic = f"model{next(_count_first_calls)}"
-        agreement = Agreement(self.world, topic, self.config.timeout, self.phases.warn)
+        agreement = Agreement(self.world, self.topic, self.config.timeout, self.phases.warn)
         text = agreement.reach(
             self._statement(inventory), lambda all: self._decide(inventory, all).to_json()
         )
@@ -121,6 +122,7 @@ class FirstCall:
                 state.mesh = processes.build_mesh(self.world.device_type, state.plan.axes)
                 sharder = Sharder(self.model, state.plan, state.mesh)
                 state.accumulation = sharder.accumulation
+                state.lockstep = Lockstep(self.world, self.topic, self.config.timeout, self.phases.warn)
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
         except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "compile_with_inductor",
     "compiled_functions_on_the_stack",
     "emit_artifact",
+    "graph_break",
     "has_step_hooks",
     "inner_inductor",
     "input_position",
@@ -91,6 +93,18 @@ def backend_of(module: Any) -> Any:
         return None
     innermost = innermost_backend(callback)
     return getattr(innermost, "compiler_fn", innermost)
+
+
+def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """("file.py:12", why) if Dynamo ended this graph because it could not go on; None if the code just ended.
+    Seen: 2.11, 2.13."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    inside = str(Path(torch.__file__).parent)
+    frames = [f for f in reason.user_stack if not f.filename.startswith(inside)] or reason.user_stack
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    return where, str(reason.reason).strip().splitlines()[0]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,7 +14,7 @@ from tests.parity import rank0_copy
 TOLERANCE = 1e-4
 
 
-def config(zero: int, **more: Any) -> autoshard.Config:
+def config(zero: int | str, **more: Any) -> autoshard.Config:
     options = {"codegen": "eager", "replicate_below": 0, "timeout": 60, "verbose": False}
     return autoshard.Config(zero=zero, **(options | more))  # type: ignore[arg-type]
 

@@ -86,6 +86,47 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
     assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
 
 
+def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
+    body = """
+    step = compiled(timeout=4)
+    step(torch.randn(4, 8)).sum().backward()
+    with torch.no_grad():
+        step(torch.randn(4, 8))
+    if rank == 1:
+        step(torch.randn(4, 8)).sum().backward()
+    with torch.no_grad():
+        step(torch.randn(4, 8))
+    """
+    evaluating, training = launch(2, body)
+    assert evaluating.code != 0 and training.code != 0
+    assert (
+        "DisagreementError: rank 1 came to training of a sharded model, and rank 0 did not within 4 s"
+        in training.output
+    ), training.output
+    assert "PeerLostError" in evaluating.output, evaluating.output
+
+
+def test_a_graph_break_is_named_once() -> None:
+    body = """
+    class Breaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        def forward(self, x):
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x)
+    model = Breaking()
+    step = compiled(model)
+    for size in (4, 5, 6):
+        step(torch.randn(size, 8)).sum().backward()
+    print("share", autoshard.report(model).compiled)
+    """
+    first, second = launch(2, body)
+    assert first.output.count("graph break at <string>:") == 1 and "graph break" not in second.output
+    assert "share 1.0" in first.output
+
+
 def test_nothing_half_sharded_goes_on() -> None:
     body = """
     import autoshard.first_call

@@ -153,3 +153,21 @@ def test_step_hooks_of_one_optimizer_are_seen() -> None:
         assert not torch_internals.has_step_hooks(optimizer)
         getattr(optimizer, register)(lambda *_: None)
         assert torch_internals.has_step_hooks(optimizer)
+
+
+def test_a_graph_break_has_the_user_s_line() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(torch_internals.graph_break(gm))
+        return gm.forward
+
+    def inner(x: Any) -> Any:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch.compile(lambda x: inner(x * 2) * 3, backend=backend)(torch.ones(2))
+    where, why = found[0]
+    line = inner.__code__.co_firstlineno + 1
+    assert where == f"{__file__}:{line}" and why
+    assert found[-1] is None

@@ -125,7 +125,7 @@ def apart() -> tuple[Distance, list[int]]:
     )  # fmt: skip
     assert inventory_plan.group_of.keys() == plan.group_of.keys()
     plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(3, plan=plan)))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
     distance = Distance()
     for inputs in inputs_of(5):

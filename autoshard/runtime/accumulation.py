@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,17 +21,24 @@ Mode = Literal["sync", "hold", "flush"]
 
 @dataclass(eq=False)
 class Accumulation:
-    """Which gradients the next forward arranges for: reduced, held, or reduced with what was held."""
+    """Which gradients the next forward arranges for: reduced, held, or reduced with what was held.
+
+    gathered: parameters are whole, traces see them as they are. classes: of the modules that ask for all this.
+    """
 
     mode: Mode = "sync"
     gathered: bool = False
     holders: list[Holder] = field(default_factory=list)
+    classes: dict[Any, type] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module) -> Accumulation:
         """The one of this model, compiled or not; `no_sync` may come before the first call."""
         original: nn.Module = getattr(model, "_orig_mod", model)
         return original.__dict__.setdefault("_autoshard_accumulation", Accumulation())  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
+        return Accumulation()  # of a copied model: nothing waits in it
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ that disagrees or does not come is named by every other one.
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,10 +15,9 @@ from typing import Any
 from autoshard import errors, torch_internals
 from autoshard.errors import AutoshardError, DisagreementError
 from autoshard.runtime.processes import World
+from autoshard.runtime.waiting import missing, wait_until
 
 Statement = dict[str, Any]
-_POLL = 0.02  # seconds between looks at the store
-_PATIENCE = 10.0  # seconds after which those who wait say for whom
 
 
 class Agreement:
@@ -39,7 +37,7 @@ class Agreement:
         self._put(str(rank), json.dumps(statement))
         if rank == 0:
             return self._lead(decide)
-        verdict = json.loads(self._wait("verdict", f"the plan of rank 0 (this is rank {rank})", [0]))
+        verdict = json.loads(self._wait("verdict", [0]))
         if "error" in verdict:
             raise getattr(errors, verdict["kind"], AutoshardError)(verdict["error"])
         return str(verdict["plan"])
@@ -57,31 +55,24 @@ class Agreement:
 
     def _collect(self) -> list[Statement]:
         ranks = range(self._world.size)
-        texts = {r: self._wait(str(r), f"rank {r}", list(ranks)) for r in ranks}
+        texts = {r: self._wait(str(r), list(ranks)) for r in ranks}
         return [json.loads(texts[r]) for r in ranks]
 
     def _put(self, key: str, text: str) -> None:
         self._store.set(key, zlib.compress(text.encode()))
 
-    def _wait(self, key: str, what: str, ranks: list[int]) -> str:
-        start, warned = time.monotonic(), False
-        while not self._store.check([key]):
-            waited = time.monotonic() - start
-            if waited > self._timeout:
-                raise DisagreementError(
-                    f"{self._missing(ranks)} did not come to the first call of this model within "
-                    f"{self._timeout:g} s; every process must call it, with Config(timeout=...) long enough"
-                )
-            if waited > _PATIENCE and not warned:
-                warned = True
-                self._warn(f"waiting for {self._missing(ranks)} at the first call of this model")
-            time.sleep(_POLL)
+    def _wait(self, key: str, ranks: list[int]) -> str:
+        wait_until(
+            lambda: bool(self._store.check([key])),
+            self._timeout,
+            lambda: self._warn(f"waiting for {missing(self._store, ranks, [0])} at the first call of this model"),
+            lambda: DisagreementError(
+                f"{missing(self._store, ranks, [0])} did not come to the first call of this model within "
+                f"{self._timeout:g} s; every process must call it, with Config(timeout=...) long enough"
+            ),
+        )
         self._store.wait([key], timedelta(seconds=self._timeout))
         return zlib.decompress(self._store.get(key)).decode()
-
-    def _missing(self, ranks: list[int]) -> str:
-        absent = [r for r in ranks if not self._store.check([str(r)])] or [0]
-        return ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
 
 
 def _compare(statements: list[Statement]) -> None:

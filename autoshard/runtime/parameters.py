@@ -10,6 +10,7 @@ Dynamo's guards several times slower.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -89,23 +90,46 @@ def sharded_class(
     compute: torch.dtype | None,
     accumulation: Accumulation,
 ) -> type:
-    """The subclass of `cls` whose parameters, (name, layout) each, a trace sees as `unshard`."""
+    """The subclass of `cls` whose parameters, (name, layout) each, a trace sees as `unshard`; one for all modules
+    of a model that are alike."""
+    key = (cls, layouts)
+    if key not in accumulation.classes:
+        accumulation.classes[key] = _make_class(cls, layouts, compute, accumulation)
+    return accumulation.classes[key]
+
+
+def _make_class(
+    cls: type, layouts: tuple[tuple[str, str], ...], compute: torch.dtype | None, accumulation: Accumulation
+) -> type:
     body: dict[str, Any] = {
         name: _property(name, layout, accumulation) for name, layout in layouts
     }
     body["__module__"], body["__qualname__"] = cls.__module__, cls.__qualname__
     body["__reduce_ex__"] = _refuse_pickle
+    body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other), accumulation)
     if compute is not None and "forward" in dir(cls):
         body["forward"] = _cast_inputs(cls, compute)
     return type(cls.__name__, (cls,), body)
 
 
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:
-    """Also what copy.deepcopy asks."""
     raise UnsupportedError(
-        f"a sharded {type(module).__name__} cannot be pickled or deep-copied: its parameters are rows of "
-        "a job that is running. Save model.state_dict() instead"
+        f"a sharded {type(module).__name__} cannot be pickled: its parameters are rows of a job that is running. "
+        "Save model.state_dict() instead"
     )
+
+
+def _copying(class_for: Callable[[Accumulation], type], accumulation: Accumulation) -> Callable[..., nn.Module]:
+    """copy.deepcopy of a module: rows of its own, such as an average of the model keeps. No gradient waits there."""
+
+    def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        made: nn.Module = object.__new__(class_for(copy.deepcopy(accumulation, memo)))
+        memo[id(module)] = made
+        for key, value in module.__dict__.items():
+            made.__dict__[key] = {} if key == "_autoshard_holders" else copy.deepcopy(value, memo)
+        return made
+
+    return deepcopy
 
 
 class StaleParameter(nn.Parameter):

@@ -178,15 +178,11 @@ class Sharder:
 
     def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
         compute = dtype_named(self.plan.compute) if self.plan.compute else None
-        classes: dict[Any, type] = {}
         for module, layouts in shown.items():
             module.__dict__.setdefault("_autoshard_holders", {})
             module.__dict__.setdefault("_autoshard_absent", {})
             cls: Any = type(module)
-            key = (cls, tuple(layouts.items()))
-            if key not in classes:
-                classes[key] = sharded_class(*key, compute, self.accumulation)
-            module.__class__ = classes[key]
+            module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, self.accumulation)
 
 
 def full_value(parameter: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autoshard.inventory import names_of
 from autoshard.plan import Plan
 from autoshard.runtime import local_step
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.optimizers import check_steps_on_shards
 from autoshard.runtime.processes import World
 from autoshard.runtime.shard import full_value, places_of
@@ -32,7 +34,7 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    ids: the parameters' names by id, as of the first call. compiled: ids of the parameters that compiled graphs
+    compiled: ids of the parameters that compiled graphs
     were called with (Dynamo may call one graph for several blocks). reporter: makes the report of this.
     """
 
@@ -40,9 +42,9 @@ class ModelState:
     plan: Plan
     world: World
     mesh: DeviceMesh | None = None
+    lockstep: Lockstep | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
-    ids: dict[int, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
@@ -52,6 +54,23 @@ class ModelState:
             for attribute, leaf in module.__dict__.get("_autoshard_absent", {}).items():
                 names.setdefault(id(leaf), f"{prefix}.{attribute}" if prefix else attribute)
         return names
+
+    @functools.cached_property
+    def ids(self) -> dict[int, str]:
+        """The parameters' names by id, as of the first call."""
+        return names_of(self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
+        accumulation = copy.deepcopy(self.accumulation, memo)
+        lockstep = self.lockstep and self.lockstep.for_copy()
+        made = replace(
+            self, model=memo[id(self.model)], accumulation=accumulation, lockstep=lockstep, compiled=set()
+        )
+        if not self.plan.leaves_alone:
+            _live.add(made)
+            _copies.add(made)
+        return made
 
     def attach(self) -> None:
         """Lets the model carry this, and load whole state dicts from here on."""
@@ -67,10 +86,12 @@ class ModelState:
     def noting_parameters(
         self, run: Callable[..., Any], positions: tuple[int, ...]
     ) -> Callable[..., Any]:
-        """`run`, a compiled graph, with a note of the parameters among its arguments."""
+        """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep."""
 
         @functools.wraps(run)
         def noted(*args: Any) -> Any:
+            if self.lockstep is not None and any(isinstance(args[i], DTensor) for i in positions):
+                self.lockstep.enter(training=torch.is_grad_enabled())
             given = {id(args[i]) for i in positions}
             self.compiled |= given
             out = run(*args)
@@ -97,6 +118,12 @@ class ModelState:
 
 
 _live: weakref.WeakSet[ModelState] = weakref.WeakSet()
+_copies: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+def copies() -> list[ModelState]:
+    """The states of models that are copies of sharded ones."""
+    return list(_copies)
 
 
 @functools.cache

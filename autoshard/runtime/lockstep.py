@@ -1,0 +1,50 @@
+"""Training and evaluation in lockstep: where calls of a model communicate, every process must make them.
+
+[Note: Evaluation on some processes] When rank 0 alone evaluates a sharded model, its gathers meet those of the
+others' next training step, and what follows hangs or, worse, does not. So the first call without gradients after one
+with, and the other way round, waits at the store until all processes have come to the same point.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from autoshard import torch_internals
+from autoshard.errors import DisagreementError
+from autoshard.runtime.processes import World
+from autoshard.runtime.waiting import missing, wait_until
+
+
+class Lockstep:
+    """One for each sharded model; `topic` must be the same on all processes and new for each model."""
+
+    def __init__(self, world: World, topic: str, timeout: float, warn: Callable[[str], None]) -> None:
+        self._world, self._topic, self._timeout, self._warn = world, topic, timeout, warn
+        self._training: bool | None = None
+        self._turns, self._copies = itertools.count(), itertools.count()
+
+    def enter(self, training: bool) -> None:
+        """To be called before each call that communicates. DisagreementError if some process does not come."""
+        before, self._training = self._training, training
+        if before is not None and before is not training:
+            self._meet("training" if training else "evaluation")
+
+    def for_copy(self) -> Lockstep:
+        """That of a copy of the model."""
+        return Lockstep(self._world, f"{self._topic}.{next(self._copies)}", self._timeout, self._warn)
+
+    def _meet(self, what: str) -> None:
+        store = torch_internals.job_store(f"autoshard/{self._topic}/turn{next(self._turns)}")
+        ranks = range(self._world.size)
+        store.set(str(self._world.rank), what)
+        wait_until(
+            lambda: bool(store.check([str(r) for r in ranks])),
+            self._timeout,
+            lambda: self._warn(f"rank {self._world.rank} waits for {missing(store, ranks)} to come to {what}"),
+            lambda: DisagreementError(
+                f"rank {self._world.rank} came to {what} of a sharded model, and {missing(store, ranks)} did not within "
+                f"{self._timeout:g} s. Every process must call it, with as many batches; what one process does alone "
+                "goes inside `with autoshard.gathered(model)`, which all enter"
+            ),
+        )

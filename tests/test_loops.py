@@ -1,0 +1,249 @@
+"""Loops that people write, on two processes, each beside the same loop on the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from tests.cluster import Cluster
+from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
+from tests.small import TOLERANCE, compiled_pair, config, inputs_of
+
+Models = list[Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process's batch stands among those that make one step: the reference runs all of them."""
+
+    first: bool
+    last: bool
+
+
+Optimizers = list[optim.Optimizer]
+
+
+class Encoder(nn.Module):
+    """Without a loss of its own, for loops that put several outputs together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def finish(model: Any, optimizer: optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clip_values(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    (models[0](x).pow(2).mean() * scale).backward()
+    if at.last:
+        nn.utils.clip_grad_value_(models[0].parameters(), 1e-3)
+        finish(models[0], optimizers[0])
+
+
+def zero_between(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    loss = models[0](x).pow(2).mean() * scale
+    if at.first:
+        optimizers[0].zero_grad()
+    loss.backward()
+    if at.last:
+        optimizers[0].step()
+
+
+def siamese(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    """Two forwards for one backward."""
+    a, b = models[0](x), models[0](x.flip(0))
+    ((a - b).pow(2).mean() * scale).backward()
+    if at.last:
+        finish(models[0], optimizers[0])
+
+
+def summed(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    """One loss over several calls of other sizes."""
+    losses = [models[0](part).pow(2).mean() for part in (x[:1], x[1:], x)]
+    (sum(losses[1:], losses[0]) * scale).backward()
+    if at.last:
+        finish(models[0], optimizers[0])
+
+
+def teacher(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    """A frozen teacher, sharded too, and a student."""
+    with torch.no_grad():
+        wanted = models[1](x)
+    ((models[0](x) - wanted).pow(2).mean() * scale).backward()
+    if at.last:
+        finish(models[0], optimizers[0])
+
+
+def adversarial(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    """A GAN's two losses, with the generator's output detached for the first."""
+    fake = models[0](x)
+    ((models[1](fake.detach()) - models[1](x)).pow(2).mean() * scale).backward()
+    (models[1](fake).abs().mean() * scale).backward(inputs=list(models[0].parameters()))
+    if at.last:
+        for model, optimizer in zip(models, optimizers):
+            finish(model, optimizer)
+
+
+def frozen_for_a_while(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    steps = getattr(optimizers[0], "seen", 0)
+    models[0].up.weight.requires_grad_(steps not in (1, 2))
+    (models[0](x).pow(2).mean() * scale).backward()
+    if at.last:
+        optimizers[0].seen = steps + 1  # type: ignore[attr-defined]
+        finish(models[0], optimizers[0])
+
+
+LOOPS: dict[str, Callable[..., None]] = {
+    f.__name__: f
+    for f in (clip_values, zero_between, siamese, summed, teacher, adversarial, frozen_for_a_while)
+}
+
+
+def run_loop(name: str, zero: int) -> Distance:
+    torch.manual_seed(0)
+    models = [Encoder(), Encoder()]
+    plain = [rank0_copy(m) for m in models]
+    if name == "teacher":
+        for model in (models[1], plain[1]):
+            model.requires_grad_(False).eval()
+    compiled: Models = [torch.compile(m, backend=autoshard.backend(config(zero))) for m in models]
+    optimizers, references = ([optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in ms] for ms in (models, plain))
+    distance, world = Distance(), dist.get_world_size()
+    for inputs in inputs_of(5):
+        LOOPS[name](compiled, optimizers, inputs[dist.get_rank()], 1.0, Place(True, True))
+        for rank, x in enumerate(inputs):
+            LOOPS[name](plain, references, x, 1 / world, Place(rank == 0, rank == world - 1))
+    for model, reference in zip(models, plain):
+        see_state(distance, model, reference)
+    return distance
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_loop_trains_as_unsharded(two: Cluster, name: str, zero: int) -> None:
+    for distance in two.run(run_loop, name, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+# --- hooks
+
+
+def hooks(zero: int) -> Distance:
+    """Gradient hooks, registered after the first call: one that changes it, one that steps in backward."""
+    model, plain, compiled = compiled_pair(config(zero))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    model.zero_grad()
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    model.up.weight.register_hook(lambda g: g * 2)
+    seen = []
+    model.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad)))
+    for inputs in inputs_of(3):
+        compiled(inputs[rank]).backward()
+        for x in inputs:
+            (plain(x) / world).backward()
+        plain.up.weight.grad.mul_(2)
+        see_gradients(distance, model, plain)
+        distance.see("gradient", seen[-1], plain.down.weight.grad)
+        model.zero_grad()
+        plain.zero_grad()
+    return distance
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_gradient_hooks_see_the_mean(two: Cluster, zero: int) -> None:
+    for distance in two.run(hooks, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+# --- averages of a model
+
+
+def average(zero: int, wrapped: bool) -> Distance:
+    """An EMA that starts after the first call, and evaluates whole and compiled."""
+    model, plain, compiled = compiled_pair(config(zero))
+    optimizer, reference = (optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    averages: Any = None
+    for inputs in inputs_of(4):
+        compiled(inputs[rank]).backward()
+        for x in inputs:
+            (plain(x) / world).backward()
+        finish(model, optimizer)
+        finish(plain, reference)
+        if averages is None:
+            multi = optim.swa_utils.get_ema_multi_avg_fn(0.5)
+            source = compiled if wrapped else model
+            averages = [optim.swa_utils.AveragedModel(m, multi_avg_fn=multi) for m in (source, plain)]
+        averages[0].update_parameters(model)
+        averages[1].update_parameters(plain)
+    ours, theirs = averages
+    x = inputs_of(1)[0, 0]
+    inner = getattr(ours.module, "_orig_mod", ours.module)
+    see_state(distance, inner, theirs.module)
+    with autoshard.gathered(inner), torch.no_grad():
+        distance.see("loss", inner(x), theirs(x))
+    again: Any = torch.compile(inner, backend=autoshard.backend(config(zero)))
+    with torch.no_grad():
+        distance.see("loss", again(x), theirs(x))
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_averaged_models(two: Cluster, zero: int, wrapped: bool) -> None:
+    for distance in two.run(average, zero, wrapped):
+        assert distance.worst <= TOLERANCE, distance
+
+
+# --- fp16
+
+
+def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
+    """GradScaler; in the second step one process's gradient is infinite, so none may step."""
+    model, plain, compiled = compiled_pair(config(zero))
+    optimizer, reference = (optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    scales, skipped = [], []
+    for step, inputs in enumerate(inputs_of(4)):
+        scaler.scale(compiled(inputs[rank])).backward()
+        if step == 1 and (zero == 0 or rank == 1):  # of rows, one process has the infinite one
+            local = model.down.weight.grad
+            (local.to_local() if isinstance(local, DTensor) else local)[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        before = whole(model.up.weight).detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(torch.equal(before, whole(model.up.weight)))
+        scales.append(scaler.get_scale())
+        if step != 1:
+            for x in inputs:
+                (plain(x) / world).backward()
+            distance.see("norm", whole(norm), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+            finish(plain, reference)
+    see_state(distance, model, plain)
+    return distance, scales, skipped
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_infinite_gradient_on_one_process_skips_the_step_on_all(two: Cluster, zero: int) -> None:
+    for distance, scales, skipped in two.run(scaled, zero):
+        assert distance.worst <= TOLERANCE, distance
+        assert skipped == [False, True, False, False] and scales == [1024.0, 512.0, 512.0, 512.0]
