@@ -21,7 +21,7 @@ CONFIG = autoshard.Config(zero=3, codegen="eager", replicate_below=0, timeout=60
 def peak_of_first_call() -> tuple[int, int, int]:
     """(peak bytes, bytes after, bytes of the whole parameters), from the allocator's events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(6)])
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(12)])
         _compile(model)(torch.ones(1, 1024))
     whole = sum(p.numel() * 4 for p in model.parameters())
     running = peak = 0
@@ -34,10 +34,10 @@ def peak_of_first_call() -> tuple[int, int, int]:
 
 def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
     for peak, after, whole in two.run(peak_of_first_call):
-        shard, one = whole // 2, whole // 6
+        shard, one = whole // 2, whole // 12
         assert whole < peak <= whole + shard + one + whole // 50, (peak, whole)
         # gloo's two threads keep the tensors of their last gather, in and out, until the next one
-        assert after <= shard + 3 * one + whole // 50, (after, whole)
+        assert after <= shard + 4 * one + whole // 50 < whole, (after, whole)
 
 
 # --- which module is found
