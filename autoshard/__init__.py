@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from autoshard.compiler import Backend
 from autoshard.config import Config
@@ -33,6 +35,7 @@ __all__ = [
     "plan",
     "plan_of",
     "report",
+    "state_dict",
 ]
 
 
@@ -65,6 +68,16 @@ def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Backwards of forwards inside do not reduce gradients where the plan keeps them whole (stages 0, 1)."""
     return Accumulation.of(model).no_sync()
+
+
+def state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole of a model on rank 0, on the CPU, under its original names; empty on other processes. A collective.
+
+    For sharded checkpoints use torch.distributed.checkpoint and its `get_state_dict` on the module itself
+    (`model._orig_mod` of a compiled one, whose names torch prefixes).
+    """
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(getattr(model, "_orig_mod", model), options=whole)
 
 
 def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:

@@ -55,7 +55,8 @@ class FirstCall:
 
     def carry_out(self) -> ModelState:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
-        refuse_what_cannot_be_sharded(self.model, self.gm)
+        if self.world.size > 1:
+            refuse_what_cannot_be_sharded(self.model, self.gm)
         inventory = take_inventory(self.model, self.used)
         with self.phases.phase("plan", counted(self.world.size, "process", "processes")):
             plan = self._agree(inventory)
@@ -145,6 +146,11 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
                 f"module {name or 'itself'!r} is wrapped by "
                 f"{'fully_shard' if isinstance(module, FSDPModule) else 'DistributedDataParallel'}; "
                 "autoshard takes the plain module"
+            )
+        if isinstance(module, nn.RNNBase):
+            raise UnsupportedError(
+                f"module {name!r} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
+                "gather its parameters or average their gradients; train it with one process, or write the recurrence out"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

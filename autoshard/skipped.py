@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
+from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
 from autoshard.runtime.state import state_of
 
@@ -27,7 +28,7 @@ def watch(is_ours: Callable[[Any], bool]) -> None:
     """Installs the check for models whose backend is ours, on all optimizers, by torch's public hook."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in _checked and launched_size() > 1:
+        if optimizer not in _checked and launched_size() > 1 and not stands_still(optimizer):
             _refuse_skipped(optimizer, is_ours)
             _checked.add(optimizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +13,11 @@ import autoshard
 from tests.parity import rank0_copy
 
 TOLERANCE = 1e-4
+
+
+def in_full(*values: Any) -> Any:
+    """A set of parameters of a test that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def config(zero: int | str, **more: Any) -> autoshard.Config:

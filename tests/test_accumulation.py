@@ -25,7 +25,7 @@ from tests.parity import (
     see_state,
     whole,
 )
-from tests.small import TOLERANCE, compiled_pair, config, inputs_of
+from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of
 
 # What a gradient is inside no_sync, by stage.
 INSIDE = {0: "own", 1: "part", 2: "rows", 3: "rows"}
@@ -137,7 +137,7 @@ def discard(zero: int, to_none: bool, between: bool) -> list[tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [in_full(0), 1])
 def test_zero_grad_discards_what_no_sync_left(two: Cluster, zero: int, to_none: bool, between: bool) -> None:
     for found in two.run(discard, zero, to_none, between):
         for gradient, wanted in found:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import launch
+from tests.small import in_full
 
 TRAIN = """
 from torch._dynamo.utils import counters
@@ -45,7 +46,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), in_full(2), 3])
 def test_a_warm_start_skips_code_generation(fresh_cache: Path, zero: int) -> None:
     cold, warm = _train(f"zero={zero}"), _train(f"zero={zero}")
     assert all(_of("hits", o).startswith("0 ") for o in cold)
@@ -72,7 +73,7 @@ def _sequence(code: str) -> list[str]:
     return [m[1] for line in lines if (m := COLLECTIVE.search(line.strip()))]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_the_planned_order_is_in_the_generated_code(
     fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, zero: int
 ) -> None:

@@ -133,6 +133,28 @@ def test_wrapped_modules_are_refused(two: Cluster) -> None:
         assert "DistributedDataParallel" in text
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = Layer(), nn.LSTM(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x))[0]
+
+
+def recurrent() -> str:
+    try:
+        _compile(Recurrent())(torch.ones(3, 2, 6))
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "compiled"
+
+
+def test_recurrent_modules_are_refused_by_name(two: Cluster) -> None:
+    for text in two.run(recurrent):
+        assert text.startswith("module 'inner' is an LSTM: Dynamo leaves it out of every graph")
+
+
 def pinned(world: int, name: str) -> str:
     group = autoshard.ParameterGroup("all", (f"{name}.weight", "0.bias"), autoshard.Degrees(1, 1, 1))
     plan = autoshard.Plan(world, (("shard", world),), (group,))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
-from tests.small import TOLERANCE, compiled_pair, config, inputs_of
+from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
 
 Models = list[Any]
 
@@ -133,7 +133,7 @@ def run_loop(name: str, zero: int) -> Distance:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_a_loop_trains_as_unsharded(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(run_loop, name, zero):
         assert distance.worst <= TOLERANCE, distance
@@ -163,7 +163,7 @@ def hooks(zero: int) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, in_full(1), 3])
 def test_gradient_hooks_see_the_mean(two: Cluster, zero: int) -> None:
     for distance in two.run(hooks, zero):
         assert distance.worst <= TOLERANCE, distance
@@ -203,8 +203,10 @@ def average(zero: int, wrapped: bool) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("zero", "wrapped"),
+    [(0, False), (3, True), in_full(0, True), in_full(1, False), in_full(1, True), in_full(3, False)],
+)
 def test_averaged_models(two: Cluster, zero: int, wrapped: bool) -> None:
     for distance in two.run(average, zero, wrapped):
         assert distance.worst <= TOLERANCE, distance
@@ -242,8 +244,114 @@ def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
     return distance, scales, skipped
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
 def test_an_infinite_gradient_on_one_process_skips_the_step_on_all(two: Cluster, zero: int) -> None:
     for distance, scales, skipped in two.run(scaled, zero):
         assert distance.worst <= TOLERANCE, distance
         assert skipped == [False, True, False, False] and scales == [1024.0, 512.0, 512.0, 512.0]
+
+
+# --- what is refused, or right
+
+
+class Penalized(Net):
+    """Uses its parameters directly, as a penalty on weights may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.pow(2).sum() for p in self.parameters())
+
+
+def penalized(zero: int) -> str:
+    compiled: Any = torch.compile(Penalized(), backend=autoshard.backend(config(zero)))
+    try:
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_parameters_used_inside_forward_are_refused(two: Cluster, zero: int) -> None:
+    for text in two.run(penalized, zero):
+        assert "UnsupportedError: forward uses parameter 'up.weight' other than through its module" in text, text
+
+
+def backward_twice(zero: int) -> Distance:
+    model, plain, compiled = compiled_pair(config(zero))
+    distance, world = Distance(), dist.get_world_size()
+    for inputs in inputs_of(2):
+        loss = compiled(inputs[dist.get_rank()])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for x in inputs:
+            (2 * plain(x) / world).backward()
+        see_gradients(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_a_graph_that_is_kept_is_right_again(two: Cluster, zero: int) -> None:
+    for distance in two.run(backward_twice, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def cast_after(zero: int) -> tuple[Distance, set[torch.dtype]]:
+    """model.to(dtype) after the first step."""
+    model, plain, compiled = compiled_pair(config(zero))
+    distance, world = Distance(), dist.get_world_size()
+    for step, inputs in enumerate(inputs_of(3)):
+        if step == 1:
+            model.to(torch.float64)
+            plain.to(torch.float64)
+        inputs = inputs.to(plain.up.weight.dtype)
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / world).backward()
+        see_gradients(distance, model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    return distance, {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_a_model_may_be_cast_later(two: Cluster, zero: int) -> None:
+    for distance, dtypes in two.run(cast_after, zero):
+        assert distance.worst <= TOLERANCE, distance
+        assert dtypes == {torch.float64}
+
+
+def seeds(zero: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What dropout lets through: (with this process's seed, with the same seed again, with another)."""
+    compiled: Any = torch.compile(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), backend=autoshard.backend(config(zero))
+    )
+    compiled(torch.ones(2, 8))
+    outs = []
+    for seed in (dist.get_rank(), dist.get_rank(), 9):
+        torch.manual_seed(seed)
+        outs.append(compiled(torch.ones(2, 8)).detach())
+    return outs[0], outs[1], outs[2]
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_dropout_is_each_process_s_own_and_repeats_by_seed(two: Cluster, zero: int) -> None:
+    (first, again, _), (second, again_too, _) = two.run(seeds, zero)
+    assert torch.equal(first, again) and torch.equal(second, again_too) and not torch.equal(first, second)
+
+
+def generate_inside(zero: int) -> bool:
+    from tests.models import CASES
+
+    torch.manual_seed(0)
+    model: Any = CASES["llama"].build()
+    plain = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    batch = CASES["llama"].batch(torch.Generator().manual_seed(0))
+    compiled(**batch)
+    with autoshard.gathered(compiled):
+        ours = model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False)
+    return torch.equal(ours, plain.generate(batch["input_ids"], max_new_tokens=4, do_sample=False))
+
+
+def test_generate_works_inside_gathered(two: Cluster) -> None:
+    assert all(two.run(generate_inside, 3))

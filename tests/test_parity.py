@@ -33,7 +33,7 @@ def test_three_processes(three: Cluster, name: str, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize(("zero", "name"), [(0, "odd"), (1, "attention"), (2, "conv"), (3, "gpt2")])
+@pytest.mark.parametrize(("zero", "name"), [(0, "attention"), (1, "odd"), (2, "conv"), (3, "odd")])
 def test_inductor(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(measure, name, _config(zero, "inductor")):
         assert distance.worst <= TOLERANCE, distance

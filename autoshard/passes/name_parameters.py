@@ -32,6 +32,8 @@ class NameParameters:
             if source not in inputs or inputs[source] not in context.parameters:
                 raise PassError(f"name_parameters: {node.format_node()} does not unshard a graph input")
             node.args = (*node.args[:3], context.parameters[inputs[source]])
+        if not context.plan.leaves_alone:
+            _refuse_direct_uses({node: context.parameters[i] for node, i in inputs.items() if i in context.parameters})
         return gm
 
 
@@ -42,6 +44,22 @@ def _refuse_nested(gm: GraphModule) -> None:
                 f"a region of its own ({name}) uses sharded parameters: torch.utils.checkpoint and other "
                 "higher-order operators are not supported yet; turn gradient checkpointing off"
             )
+
+
+def _refuse_direct_uses(parameters: dict[Node, str]) -> None:
+    """The gradient of a use without `unshard` would be of rows, and not reduced."""
+    for node, name in parameters.items():
+        if not all(_leads_to_unshard(user) for user in node.users):
+            raise UnsupportedError(
+                f"forward uses parameter {name!r} other than through its module (by model.parameters(), say), which is "
+                "not supported; a penalty on weights belongs into the loop or the optimizer's weight_decay"
+            )
+
+
+def _leads_to_unshard(user: Node) -> bool:
+    if graphs.is_call(user, graphs.UNSHARD):
+        return True
+    return user.target in ("to_local", "detach") and all(_leads_to_unshard(u) for u in user.users)
 
 
 def _refuse_writes(unshard: Node) -> None:

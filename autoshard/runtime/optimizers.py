@@ -45,6 +45,11 @@ def states_of(optimizer: Optimizer) -> int:
     return 1 if kind in ("rmsprop", "adagrad") else 2
 
 
+def stands_still(optimizer: Optimizer) -> bool:
+    """True of a step that changes no parameter: torch.distributed.checkpoint takes one to make state to load into."""
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+
+
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
     """Refuses by name what fails, or does nothing, on DTensors and cannot step on rows."""
     if can_step_locally(optimizer) and not closure:
@@ -59,6 +64,22 @@ def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
             f"optimizer {what} cannot step on sharded parameters; legal: those of torch.optim that are elementwise "
             f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}, or zero=0"
         )
+
+
+def scatter_loaded(optimizer: Optimizer) -> None:
+    """State that was loaded whole (each process reads the same file) becomes rows, as its parameter is."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            for key, value in state.items():
+                if _like_parameter(key, value, parameter):
+                    state[key] = distribute_tensor(
+                        value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
+
+
+def _like_parameter(key: str, value: Any, parameter: Tensor) -> bool:
+    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return whole and key != "step" and value.shape == parameter.shape
 
 
 class Repointer:
@@ -81,7 +102,6 @@ class Repointer:
 
 
 def _scattered(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    like_parameter = isinstance(value, Tensor) and key != "step" and value.shape == old.shape
-    if not like_parameter or not isinstance(new.data, DTensor):
+    if not isinstance(new.data, DTensor) or not _like_parameter(key, value, old):
         return value
     return distribute_tensor(value, new.data.device_mesh, new.data.placements)

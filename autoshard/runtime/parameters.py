@@ -125,11 +125,21 @@ def _copying(class_for: Callable[[Accumulation], type], accumulation: Accumulati
     def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made: nn.Module = object.__new__(class_for(copy.deepcopy(accumulation, memo)))
         memo[id(module)] = made
+        for parameter in module._parameters.values():
+            _copy_parameter(parameter, memo)
         for key, value in module.__dict__.items():
             made.__dict__[key] = {} if key == "_autoshard_holders" else copy.deepcopy(value, memo)
         return made
 
     return deepcopy
+
+
+def _copy_parameter(parameter: nn.Parameter | None, memo: dict[int, Any]) -> None:
+    """Without its gradient, as torch copies a plain parameter; copy.deepcopy finds the copy in `memo`."""
+    if parameter is not None and id(parameter) not in memo:
+        made = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = made
 
 
 class StaleParameter(nn.Parameter):

@@ -23,7 +23,7 @@ from autoshard.plan import Plan
 from autoshard.runtime import local_step
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.lockstep import Lockstep
-from autoshard.runtime.optimizers import check_steps_on_shards
+from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
 from autoshard.runtime.processes import World
 from autoshard.runtime.shard import full_value, places_of
 
@@ -109,7 +109,7 @@ class ModelState:
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
-        for p in stepped:
+        for p in [] if stands_still(optimizer) else stepped:
             if id(p) in self.ids and id(p) not in self.compiled:
                 raise DivergenceError(
                     f"parameter {self.ids[id(p)]!r} got a gradient outside of any graph that autoshard compiled, so "
@@ -142,12 +142,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     for state in states:
         state.check_before_step(optimizer, stepped, closure)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
-    if states and strange:
+    if states and strange and not stands_still(optimizer):
         raise DivergenceError(
             f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
         )
     if any(state.plan.sharded for state in states):
+        scatter_loaded(optimizer)
         local_step.before_step(optimizer, closure)
 
 

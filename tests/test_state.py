@@ -1,0 +1,143 @@
+"""Checkpoints: whole and sharded, before the first step and after, onto other worlds and stages."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from tests.cluster import Cluster
+from tests.parity import Distance, rank0_copy, see_state, whole
+from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
+
+NAMES = ["up.weight", "up.bias", "down.weight", "down.bias"]
+
+
+def batch() -> Tensor:
+    """The same for every world size: gradients are those of one process."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+
+
+def train(model: Any, optimizer: optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(folder: str, zero: int) -> None:
+    model, _, compiled = compiled_pair(config(zero))
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    train(compiled, optimizer, 3)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def go_on(folder: str, zero: int, early: bool) -> tuple[Distance, list[str]]:
+    """Loads, before the first call or after one, and takes two more steps; beside five unsharded ones."""
+    torch.manual_seed(0)
+    plain: Any = Net()
+    reference = optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, reference, 5)
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    if not early:
+        train(compiled, optimizer, 1)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(compiled, optimizer, 2)
+    distance = Distance()
+    see_state(distance, model, plain)
+    for a, b in zip(optimizer.state.values(), reference.state.values()):
+        distance.see("parameter", whole(a["exp_avg_sq"]), b["exp_avg_sq"])
+    return distance, sorted(weights)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(3, 1), in_full(0, 3), in_full(2, 0)])
+def test_a_sharded_checkpoint_goes_to_another_world_and_stage(
+    two: Cluster, three: Cluster, tmp_path: Path, before: int, after: int, early: bool
+) -> None:
+    two.run(save, str(tmp_path), before)
+    for distance, names in three.run(go_on, str(tmp_path), after, early):
+        assert distance.worst <= TOLERANCE, distance
+        assert names == sorted(NAMES)
+
+
+def load_whole(zero: int, early: bool, prefixed: bool) -> Distance:
+    """torch.save of an unsharded run's model and optimizer, loaded into a sharded one."""
+    torch.manual_seed(0)
+    plain: Any = Net()
+    reference = optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, reference, 3)
+    file = io.BytesIO()
+    prefix = "_orig_mod." if prefixed else ""
+    weights = {prefix + name: value for name, value in plain.state_dict().items()}
+    torch.save({"model": weights, "optimizer": reference.state_dict()}, file)
+    file.seek(0)
+    torch.manual_seed(dist.get_rank() + 1)
+    model = Net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    if not early:
+        train(compiled, optimizer, 1)
+    loaded = torch.load(file)
+    (compiled if prefixed else model).load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    for m, o in ((compiled, optimizer), (plain, reference)):
+        train(m, o, 2)
+    distance = Distance()
+    see_state(distance, model, plain)
+    assert zero == 0 or isinstance(optimizer.state[model.up.weight]["exp_avg"], DTensor)
+    return distance
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_a_whole_checkpoint_loads(two: Cluster, zero: int, early: bool, prefixed: bool) -> None:
+    for distance in two.run(load_whole, zero, early, prefixed):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def whole_state() -> tuple[list[str], bool]:
+    model, plain, compiled = compiled_pair(config(3))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    found = autoshard.state_dict(compiled)
+    return list(found), all(torch.equal(v, plain.state_dict()[k]) for k, v in found.items())
+
+
+def test_the_whole_state_is_on_rank_0_under_original_names(two: Cluster) -> None:
+    assert two.run(whole_state) == [(NAMES, True), ([], True)]
+
+
+def a_copy() -> tuple[Distance, bool]:
+    """A deep copy of a sharded model has rows of its own."""
+    import copy
+
+    model, plain, compiled = compiled_pair(config(3))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    other: nn.Module = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    distance = Distance()
+    see_state(distance, other, rank0_copy(plain))
+    return distance, isinstance(other.up.weight, DTensor)
+
+
+def test_a_deep_copy_is_sharded_and_apart(two: Cluster) -> None:
+    for distance, sharded in two.run(a_copy):
+        assert distance.worst == 0 and sharded
