@@ -92,15 +92,15 @@ def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
     step(torch.randn(4, 8)).sum().backward()
     with torch.no_grad():
         step(torch.randn(4, 8))
-    if rank == 1:
+    if rank == 0:
         step(torch.randn(4, 8)).sum().backward()
     with torch.no_grad():
         step(torch.randn(4, 8))
     """
-    evaluating, training = launch(2, body)
+    training, evaluating = launch(2, body)
     assert evaluating.code != 0 and training.code != 0
     assert (
-        "DisagreementError: rank 1 came to training of a sharded model, and rank 0 did not within 4 s"
+        "DisagreementError: rank 0 came to training of a sharded model, and rank 1 did not within 4 s"
         in training.output
     ), training.output
     assert "PeerLostError" in evaluating.output, evaluating.output

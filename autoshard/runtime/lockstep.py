@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
 
 from autoshard import torch_internals
-from autoshard.errors import DisagreementError
+from autoshard.errors import DisagreementError, PeerLostError
 from autoshard.runtime.processes import World
 from autoshard.runtime.waiting import missing, wait_until
 
@@ -36,8 +39,17 @@ class Lockstep:
 
     def _meet(self, what: str) -> None:
         store = torch_internals.job_store(f"autoshard/{self._topic}/turn{next(self._turns)}")
-        ranks = range(self._world.size)
         store.set(str(self._world.rank), what)
+        try:
+            self._wait(store, what)
+        except dist.DistNetworkError as error:
+            raise PeerLostError(
+                f"rank {self._world.rank} came to {what} and lost the process that hosts the job's store (rank 0, most "
+                f"often); look at its own log. ({error})"
+            ) from error
+
+    def _wait(self, store: Any, what: str) -> None:
+        ranks = range(self._world.size)
         wait_until(
             lambda: bool(store.check([str(r) for r in ranks])),
             self._timeout,
