@@ -19,6 +19,7 @@ from autoshard.planning import plan
 from autoshard.report import Report
 from autoshard.runtime import state as _state
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.torch_internals import original_of
 from autoshard.version import __version__
 
 __all__ = [
@@ -77,7 +78,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     (`model._orig_mod` of a compiled one, whose names torch prefixes).
     """
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(getattr(model, "_orig_mod", model), options=whole)
+    return get_model_state_dict(original_of(model), options=whole)
 
 
 def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:

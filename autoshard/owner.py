@@ -47,7 +47,7 @@ def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, torch_internals.OptimizedModule):
-            yield module._orig_mod
+            yield torch_internals.original_of(module)
         elif isinstance(module, nn.Module) and getattr(module, "_compiled_call_impl", None) is not None:
             yield module
         frame = frame.f_back  # type: ignore[assignment]

@@ -41,7 +41,7 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
         if not is_ours(torch_internals.backend_of(module)) or state_of(module) is not None:
             continue
         if stepped & {id(p) for p in module.parameters()}:
-            original = getattr(module, "_orig_mod", module)
+            original = torch_internals.original_of(module)
             raise DivergenceError(
                 f"{type(original).__name__} was compiled with autoshard, but torch.compile never gave it a graph "
                 "(Dynamo skips what is written in torch.nn, such as LSTM), so processes would silently differ; "

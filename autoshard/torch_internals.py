@@ -42,6 +42,7 @@ __all__ = [
     "inner_inductor",
     "input_position",
     "job_store",
+    "original_of",
     "restart_trace",
     "suppressed_errors",
     "without_autograd_cache",
@@ -77,6 +78,12 @@ def compiled_functions_on_the_stack() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             kwargs = frame.f_locals.get("kwargs", {})
             yield frame.f_locals["fn"], (*frame.f_locals.get("args", ()), *kwargs.values())
         frame = frame.f_back
+
+
+def original_of(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile was given; one that is not compiled, itself."""
+    original: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return original
 
 
 def backend_of(module: Any) -> Any:

@@ -171,3 +171,9 @@ def test_a_graph_break_has_the_user_s_line() -> None:
     line = inner.__code__.co_firstlineno + 1
     assert where == f"{__file__}:{line}" and why
     assert found[-1] is None
+
+
+def test_original_of_is_what_compile_was_given() -> None:
+    model = nn.Linear(2, 2)
+    assert torch_internals.original_of(torch.compile(model)) is model
+    assert torch_internals.original_of(model) is model

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from autoshard import torch_internals
 from autoshard.runtime.holder import Holder
 
 Mode = Literal["sync", "hold", "flush"]
@@ -34,7 +35,7 @@ class Accumulation:
     @staticmethod
     def of(model: nn.Module) -> Accumulation:
         """The one of this model, compiled or not; `no_sync` may come before the first call."""
-        original: nn.Module = getattr(model, "_orig_mod", model)
+        original = torch_internals.original_of(model)
         return original.__dict__.setdefault("_autoshard_accumulation", Accumulation())  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from autoshard.runtime.dtensors import dtensor_of, local
+
 
 @dataclass(eq=False)
 class Holder:
@@ -59,7 +61,7 @@ class Holder:
             if parameter.grad is None:
                 parameter.grad = self._held = self._part_of_mean(own)
             elif self.waiting:
-                _local(parameter.grad).add_(own)
+                local(parameter.grad).add_(own)
             else:
                 own += _as_part(parameter.grad, self.mesh)
                 parameter.grad = self._held = self._part_of_mean(own)
@@ -67,9 +69,7 @@ class Holder:
     def _part_of_mean(self, own: Tensor) -> Tensor:
         if not isinstance(self.parameter, DTensor):
             return own
-        parts = [Partial("avg")] * self.mesh.ndim
-        shape, stride = self.parameter.shape, self.parameter.stride()
-        return DTensor.from_local(own, self.mesh, parts, run_check=False, shape=shape, stride=stride)
+        return dtensor_of(own, self.parameter, self.mesh, [Partial("avg")] * self.mesh.ndim)
 
 
 def takes_part(parameter: Tensor) -> bool:
@@ -84,14 +84,11 @@ def is_part(grad: Tensor) -> bool:
     return isinstance(grad, DTensor) and grad.placements[0].is_partial()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _as_part(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     """A reduced gradient as one process's part of a mean: no communication, zero where the rows are others'."""
     if not isinstance(grad, DTensor) or Shard(0) not in grad.placements:
-        return _local(grad)
+        whole: Tensor = local(grad)
+        return whole
     axis = grad.placements.index(Shard(0))
     whole = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     pieces = whole.chunk(grad.device_mesh.size(axis))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
+from autoshard.runtime.dtensors import dtensor_of, local
 
 ELEMENTWISE = frozenset(
     {
@@ -84,17 +85,13 @@ class LocalStep:
         if not isinstance(parameter, DTensor):
             return parameter
         leaf = nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
-        leaf.grad = None if parameter.grad is None else _rows(parameter.grad)
+        leaf.grad = None if parameter.grad is None else local(parameter.grad)
         state = self.optimizer.state.pop(parameter, {})
-        rows = {key: _rows(value) for key, value in state.items()}
+        rows = {key: local(value) for key, value in state.items()}
         if state:
             self.optimizer.state[leaf] = dict(rows)
         self.swapped.append(_Swapped(parameter, leaf, state, rows))
         return leaf
-
-
-def _rows(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _update_state(entry: _Swapped, after: dict[str, Any]) -> None:
@@ -109,9 +106,7 @@ def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
     assert isinstance(parameter, DTensor)
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.to_local().shape:
         return value
-    mesh, places = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(value, mesh, places, run_check=False, shape=shape, stride=stride)
+    return dtensor_of(value, parameter, parameter.device_mesh, parameter.placements)
 
 
 _out: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
+from autoshard.runtime.waiting import wait_until
 
 _QUIET_SECONDS = 0.2  # see [Note: Ending well]
 
@@ -102,8 +103,6 @@ def _wait_for_everyone(seconds: float = 60.0) -> None:
     """A barrier through the store, which a process that is gone cannot hold up for longer than this."""
     store = torch_internals.job_store("autoshard/exit")
     everyone = [str(r) for r in range(dist.get_world_size())]
-    until = time.monotonic() + seconds
-    with contextlib.suppress(RuntimeError):  # the host of the store may be gone: that too is an end
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the host of the store may be gone: that too is an end
         store.set(str(dist.get_rank()), "done")
-        while not store.check(everyone) and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: bool(store.check(everyone)), seconds, late=lambda: None, failed=TimeoutError)

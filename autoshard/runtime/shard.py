@@ -18,6 +18,7 @@ from autoshard.inventory import names_of
 from autoshard.ops.layout import Layout
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.dtensors import dtensor_of
 from autoshard.runtime.holder import Holder
 from autoshard.runtime.parameters import retire, sharded_class
 from autoshard.runtime.processes import name_of_everyone
@@ -126,14 +127,7 @@ class Sharder:
         rows = parameter.data.chunk(len(ranks))
         at = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
         mine = rows[at] if at is not None and at < len(rows) else parameter.data[:0]
-        return DTensor.from_local(
-            mine.clone(),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return dtensor_of(mine.clone(), parameter, mesh, [Shard(0)])
 
     def _free(self, parameter: nn.Parameter, new: nn.Parameter) -> None:
         """Frees the full storage, unless other parameters or the new one (if replicated) live in it."""

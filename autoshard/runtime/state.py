@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.inventory import names_of
 from autoshard.plan import Plan
@@ -34,8 +35,8 @@ ATTRIBUTE = "_autoshard_state"
 class ModelState:
     """One per model, found under `ATTRIBUTE` of the module that was compiled.
 
-    compiled: ids of the parameters that compiled graphs
-    were called with (Dynamo may call one graph for several blocks). reporter: makes the report of this.
+    compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
+    blocks). reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -109,12 +110,12 @@ class ModelState:
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
-        for p in [] if stands_still(optimizer) else stepped:
-            if id(p) in self.ids and id(p) not in self.compiled:
-                raise DivergenceError(
-                    f"parameter {self.ids[id(p)]!r} got a gradient outside of any graph that autoshard compiled, so "
-                    "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
-                )
+        apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
+        if apart and not stands_still(optimizer):
+            raise DivergenceError(
+                f"parameter {apart[0]!r} got a gradient outside of any graph that autoshard compiled, so "
+                "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
+            )
 
 
 _live: weakref.WeakSet[ModelState] = weakref.WeakSet()
@@ -164,8 +165,7 @@ def make_unusable(model: nn.Module, error: Exception) -> None:
 
 def state_of(model: nn.Module) -> ModelState | None:
     """The state that a model carries, compiled or not; None before its first call."""
-    original = getattr(model, "_orig_mod", model)
-    return original.__dict__.get(ATTRIBUTE)
+    return torch_internals.original_of(model).__dict__.get(ATTRIBUTE)
 
 
 def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
