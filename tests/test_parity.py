@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from packaging.version import Version
 
 import autoshard
 from tests.cluster import Cluster
@@ -35,15 +33,7 @@ def test_three_processes(three: Cluster, name: str, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-# Inductor of torch 2.11 cannot lower a convolution whose weights are slices, as those of uneven rows are.
-CONV_OF_SLICES = pytest.mark.xfail(
-    Version(torch.__version__).release < (2, 12), reason="NotImplementedError: SliceView", strict=True
-)
-
-
-@pytest.mark.parametrize(
-    ("zero", "name"), [(0, "attention"), (1, "odd"), pytest.param(2, "conv", marks=CONV_OF_SLICES), (3, "odd")]
-)
+@pytest.mark.parametrize(("zero", "name"), [(0, "attention"), (1, "odd"), (2, "conv"), (3, "odd")])
 def test_inductor(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(measure, name, _config(zero, "inductor")):
         assert distance.worst <= TOLERANCE, distance

@@ -64,9 +64,22 @@ def unpack_full(gathered: Tensor, full: Sequence[Shape], layout: Layout) -> list
         at += count
         if layout.owners:
             piece = torch.cat([piece[i : i + 1] for i in layout.owners])
-        rows = piece.reshape(len(layout.holders) * chunk[0], *shape[1:])
-        out.append(rows[: shape[0]] if shape[0] < rows.shape[0] else rows)
+        if len(shape) == 1 and not piece.is_contiguous():
+            out.append(_vector(piece, shape[0]))
+        else:
+            rows = piece.reshape(len(layout.holders) * chunk[0], *shape[1:])
+            out.append(rows[: shape[0]] if shape[0] < rows.shape[0] else rows)
     return out
+
+
+def _vector(by_rank: Tensor, length: int) -> Tensor:
+    """The first `length` elements of (holders, elements of a chunk), whose rows lie apart.
+
+    Not a view of a copy: Inductor of torch 2.11 cannot lower a convolution with such a bias.
+    """
+    whole = (length - 1) // by_rank.shape[1]
+    tail = by_rank[whole, : length - whole * by_rank.shape[1]]
+    return torch.cat([by_rank[:whole].reshape(-1), tail]) if whole else tail
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
