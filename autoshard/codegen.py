@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from autoshard import torch_internals
 from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
+from autoshard.passes import graphs
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
 from autoshard.version import __version__
@@ -40,7 +41,11 @@ class Compilation:
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
         joint = self.manager.run("joint", joint, self.context)
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        torch_internals.put_random_states_first(forward, backward)
+        graphs.fill_examples(forward)
+        graphs.fill_examples(backward)
+        return forward, backward
 
     def _split(self, gm: GraphModule, phase: Phase) -> GraphModule:
         context = replace(self.context, phase=phase)

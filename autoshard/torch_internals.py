@@ -43,6 +43,7 @@ __all__ = [
     "input_position",
     "job_store",
     "original_of",
+    "put_random_states_first",
     "restart_trace",
     "suppressed_errors",
     "without_autograd_cache",
@@ -175,6 +176,26 @@ def without_autograd_cache() -> Iterator[None]:
     """AOTAutograd's cache would skip our passes on a warm start; Inductor's own cache stays on."""
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
+
+
+def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Mends the order of what a partitioned forward saves. For each random op that backward repeats, the partitioner
+    saves the generator's state behind opaque objects (a DTensor's mesh, from torch 2.12 on); AOTAutograd takes all
+    tensors first. Seen: 2.13; without effect on 2.11.
+    """
+    inputs = backward.graph.find_nodes(op="placeholder")
+    states = [n for n in inputs if n.name.startswith("rng_state_output")]
+    objects = [n for n in inputs if isinstance(n.meta["val"], FakeScriptObject)]
+    if not states or not objects:
+        return
+    for node in reversed(objects):
+        states[-1].append(node)
+    output = forward.graph.output_node()
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    end = next(i for i in range(len(values), 0, -1) if isinstance(values[i - 1].meta["val"], torch.Tensor))
+    middle, start = end - len(states), end - len(states) - len(objects)
+    values[start:end] = values[middle:end] + values[start:middle]
+    output.args = (tuple(values),)
 
 
 def job_store(prefix: str) -> Any:

@@ -80,6 +80,29 @@ def t5() -> nn.Module:
     )  # fmt: skip
 
 
+def llama_regions() -> nn.Module:
+    """Activation checkpointing as Hugging Face does it."""
+    model = llama()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+def lora() -> nn.Module:
+    """A frozen base with adapters that train; checkpointing on top, which then needs inputs that have gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    base = llama_regions()
+    base.enable_input_require_grads()  # type: ignore[operator]
+    return get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+
+
+def resized() -> nn.Module:
+    """A tied embedding that was made larger for more tokens."""
+    model = gpt2()
+    model.resize_token_embeddings(73, mean_resizing=False)  # type: ignore[operator]
+    return model
+
+
 class ConvNet(nn.Module):
     """BatchNorm buffers, odd channels, a tuple as output."""
 
@@ -145,4 +168,11 @@ CASES = {
     "conv": Case(ConvNet, _features(4, 3, 10, 10), lambda out: out[1]),
     "attention": Case(Attention, _features(2, 5, 16), lambda out: out["loss"]),
     "odd": Case(Odd, _features(4, 8), lambda out: out),
+}
+
+# Fine-tuning: not in the matrix.
+TUNED = {
+    "llama_regions": Case(llama_regions, _tokens(67)),
+    "lora": Case(lora, _tokens(67)),
+    "resized": Case(resized, _tokens(73)),
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from tests.models import CASES, Batch, Case
+from tests.models import CASES, TUNED, Batch, Case
 
 STEPS = 10
 
@@ -123,7 +123,7 @@ def measure(
     steps: int = STEPS,
 ) -> Distance:
     """How far the sharded training of a case is from the unsharded one after `steps` steps."""
-    case = CASES[name]
+    case = (CASES | TUNED)[name]
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # other parameters on each process: rank 0's must win
     model = case.build()

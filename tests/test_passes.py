@@ -13,6 +13,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.codegen import Compilation
@@ -171,6 +172,31 @@ def test_a_parameter_used_twice_is_gathered_once_and_reduced_once() -> None:
     model = Tied()
     graphs = rewritten(model, torch.zeros(4, dtype=torch.long), plan_for(model, 2))
     assert len(collectives(graphs["forward"])) == 1 and len(collectives(graphs["backward"])) == 1
+
+
+class Regions(Blocks):
+    """Blocks, each in an activation-checkpoint region that also uses one shared layer."""
+
+    def _region(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(self.layers[0](layer(x)))  # backward needs what gelu was given
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers[1:]:
+            x = checkpoint(self._region, layer, x, use_reentrant=False)
+        return x.sum()
+
+
+@pytest.mark.parametrize(("zero", "forward", "backward"), [(0, 0, 4), (2, 4, 4), (3, 4, 7)])
+def test_a_region_recomputes_what_it_holds_and_the_plan_says_what_is_gathered(
+    zero: int, forward: int, backward: int
+) -> None:
+    model = Regions()
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, zero))
+    assert len(collectives(graphs["forward"])) == forward
+    assert len(collectives(graphs["backward"])) == backward
+    products = [sum(n.target is torch.ops.aten.addmm.default for n in gm.graph.nodes) for gm in graphs.values()]
+    assert products == [5, 4]
 
 
 def test_frozen_parameters_are_gathered_and_never_reduced() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from functorch.compile import aot_module_simplified, make_boxed_func
 from torch import nn
+from torch._library.fake_class_registry import FakeScriptObject
 
 from autoshard import torch_internals
 from tests.launch import launch
@@ -177,3 +178,23 @@ def test_original_of_is_what_compile_was_given() -> None:
     model = nn.Linear(2, 2)
     assert torch_internals.original_of(torch.compile(model)) is model
     assert torch_internals.original_of(model) is model
+
+
+def _saving(names: list[str], **values: Any) -> torch.fx.GraphModule:
+    """A graph of inputs alone that gives back the last of them, each with its fake value."""
+    graph = torch.fx.Graph()
+    for name in names:
+        graph.placeholder(name).meta["val"] = values.get(name, torch.ones(2))
+    graph.output(tuple(graph.nodes))
+    return torch.fx.GraphModule({}, graph)
+
+
+def test_random_states_are_saved_among_the_tensors() -> None:
+    """That torch's own order needs it: test_checkpointing.py's dropout, on torch 2.13."""
+    values = {"mesh": FakeScriptObject(None, "DeviceMesh", None), "n": 3}
+    forward = _saving(["loss", "x", "mesh", "state", "n"], **values)
+    backward = _saving(["n", "x", "mesh", "rng_state_output_0", "tangent"], **values)
+    torch_internals.put_random_states_first(forward, backward)
+    assert [n.name for n in forward.graph.output_node().args[0]] == ["loss", "x", "state", "mesh", "n"]
+    inputs = [n.name for n in backward.graph.find_nodes(op="placeholder")]
+    assert inputs == ["n", "x", "rng_state_output_0", "mesh", "tangent"]

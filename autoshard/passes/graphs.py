@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from autoshard.ops import logical
 
@@ -15,6 +16,7 @@ UNSHARD = torch.ops.autoshard.unshard.default
 REDUCE_GRAD = torch.ops.autoshard.reduce_grad.default
 UNSHARD_BUCKET = torch.ops.autoshard.unshard_bucket.default
 REDUCE_BUCKET = torch.ops.autoshard.reduce_bucket.default
+HOLD = torch.ops.autoshard.hold.default
 ADD_HELD = torch.ops.autoshard.add_held.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 LOGICAL = frozenset(logical.DEFINITIONS)
@@ -66,6 +68,16 @@ def op_counts(gm: GraphModule) -> dict[str, int]:
 def example(node: Node) -> Any:
     """The fake value of a node."""
     return node.meta["val"]
+
+
+def fill_examples(gm: GraphModule) -> None:
+    """Computes the fake values that are missing: torch's partitioner adds calls without, around random ops that
+    backward repeats."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args, kwargs = map_arg((node.args, node.kwargs), example)
+            with _fake_mode(gm.graph.nodes):
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _fake_mode(nodes: Iterable[Node]) -> Any:

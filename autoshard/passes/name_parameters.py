@@ -41,8 +41,8 @@ def _refuse_nested(gm: GraphModule) -> None:
     for name, inner in gm.named_children():
         if isinstance(inner, GraphModule) and graphs.calls(inner, graphs.UNSHARD):
             raise UnsupportedError(
-                f"a region of its own ({name}) uses sharded parameters: torch.utils.checkpoint and other "
-                "higher-order operators are not supported yet; turn gradient checkpointing off"
+                f"a region of its own ({name}) uses sharded parameters: of higher-order operators only "
+                "torch.utils.checkpoint is supported yet, with the pass hoist_unshards"
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
 from autoshard.passes.bucket import Bucket
+from autoshard.passes.hoist_unshards import HoistUnshards
 from autoshard.passes.lower import Lower
 from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
@@ -19,10 +20,10 @@ from autoshard.passes.sync_buffers import SyncBuffers
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
-    for p in (NameParameters, MergeUnshards, SyncBuffers, Regather, Bucket, Lower, Overlap)
+    for p in (HoistUnshards, NameParameters, MergeUnshards, SyncBuffers, Regather, Bucket, Lower, Overlap)
 }
 
-DEFAULT = "name_parameters,merge_unshards,sync_buffers,regather,bucket,lower,overlap"
+DEFAULT = "hoist_unshards,name_parameters,merge_unshards,sync_buffers,regather,bucket,lower,overlap"
 
 
 def parse(spec: str) -> tuple[Pass, ...]:
