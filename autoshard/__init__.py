@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim import Optimizer
 
 from autoshard.compiler import Backend
 from autoshard.config import Config
@@ -17,6 +18,7 @@ from autoshard.errors import AutoshardError
 from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
 from autoshard.report import Report
+from autoshard.runtime import optimizers as _optimizers
 from autoshard.runtime import state as _state
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.torch_internals import original_of
@@ -71,14 +73,17 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return Accumulation.of(model).no_sync()
 
 
-def state_dict(model: nn.Module) -> dict[str, Any]:
-    """The whole of a model on rank 0, on the CPU, under its original names; empty on other processes. A collective.
+def state_dict(of: nn.Module | Optimizer) -> dict[str, Any]:
+    """The whole of a model, under its original names, or of an optimizer, as torch.optim would give it: on rank 0, on
+    the CPU; empty on other processes. A collective.
 
     For sharded checkpoints use torch.distributed.checkpoint and its `get_state_dict` on the module itself
     (`model._orig_mod` of a compiled one, whose names torch prefixes).
     """
+    if isinstance(of, Optimizer):
+        return _optimizers.whole_state(of)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(original_of(model), options=whole)
+    return get_model_state_dict(original_of(of), options=whole)
 
 
 def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:

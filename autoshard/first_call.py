@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -140,6 +141,7 @@ _count_first_calls = itertools.count()
 
 def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
     """Named errors for what would be silently wrong, before anything is touched."""
+    _refuse_ddp_around(model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             raise UnsupportedError(
@@ -163,6 +165,16 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
     _refuse_writes(gm)
     if torch_internals.suppressed_errors():
         raise UnsupportedError("suppress_errors is set in Dynamo's config: a failure would train unsharded")
+
+
+def _refuse_ddp_around(model: nn.Module) -> None:
+    """DDP would go on reducing the gradients of parameters that are gone."""
+    for outer in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+        if outer is not model and any(module is model for module in outer.modules()):
+            raise UnsupportedError(
+                f"{type(model).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
+                "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface"
+            )
 
 
 def _refuse_writes(gm: GraphModule) -> None:

@@ -119,18 +119,23 @@ def test_the_compiled_module_is_found(two: Cluster, way: str, name: str) -> None
         assert sharded and error == 0.0 and compiled == 1.0
 
 
-def wrapped() -> str:
-    model = nn.parallel.DistributedDataParallel(Layer())
+def wrapped(inside: bool) -> str:
+    ddp, model = nn.parallel.DistributedDataParallel, Layer()
     try:
-        _compile(model)(torch.ones(2, 6))
+        compiled = ddp(_compile(model)) if inside else _compile(ddp(model))
+        compiled(torch.ones(2, 6))
     except autoshard.AutoshardError as error:
         return str(error)
     return "compiled"
 
 
-def test_wrapped_modules_are_refused(two: Cluster) -> None:
-    for text in two.run(wrapped):
-        assert "DistributedDataParallel" in text
+@pytest.mark.parametrize(
+    ("inside", "says"),
+    [(False, "module 'itself' is wrapped by DistributedDataParallel"), (True, "use autoshard.huggingface")],
+)
+def test_wrapped_modules_are_refused(two: Cluster, inside: bool, says: str) -> None:
+    for text in two.run(wrapped, inside):
+        assert says in text
 
 
 class Recurrent(nn.Module):

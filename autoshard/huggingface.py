@@ -1,0 +1,140 @@
+"""Accelerate and transformers.Trainer, with models compiled by autoshard where they would wrap them in DDP.
+
+    from autoshard.huggingface import Trainer                        trainer = Trainer(model, args, ...)
+    from autoshard.huggingface import Accelerator                    accelerator = Accelerator()
+
+Checkpoints are theirs: whole weights and whole optimizer state, written by rank 0, which any number of processes
+and stages can resume from.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from accelerate.utils import OPTIMIZER_NAME
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard import no_sync, state_dict
+from autoshard.compiler import Backend
+from autoshard.config import Config
+from autoshard.errors import UnsupportedError
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """accelerate.Accelerator, all of whose arguments it takes; `autoshard` is the config of every model."""
+
+    def __init__(self, *args: Any, autoshard: Config | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._compile_with(autoshard)
+
+    @classmethod
+    def in_place_of(cls, plain: accelerate.Accelerator, config: Config | None) -> Accelerator:
+        """The accelerator that somebody else made, as one of these: it is the same object."""
+        plain.__class__ = cls
+        plain._compile_with(config)
+        return plain
+
+    def _compile_with(self, config: Config | None) -> None:
+        others = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
+        if self.distributed_type.value in others or self.state.dynamo_plugin.backend.value != "NO":
+            raise UnsupportedError(
+                f"accelerate is set to {self.distributed_type.value} and compiles with "
+                f"{self.state.dynamo_plugin.backend.value}; autoshard shards and compiles itself: choose plain "
+                "multi-process training and no torch compile there"
+            )
+        self._autoshard = config
+        self.register_load_state_pre_hook(_refuse_safetensors)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The same module, on its device, compiled in place: nothing wraps it, and its names stay."""
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not evaluation_mode and not any(m is prepared for m in self._models):
+            self._models.append(prepared)
+        if prepared._compiled_call_impl is None:
+            prepared.compile(backend=Backend(self._autoshard))
+        return prepared
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See `autoshard.no_sync`."""
+        return no_sync(model)
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The norm over all processes, as a plain tensor."""
+        norm = super().clip_grad_norm_(*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """See `autoshard.state_dict`: whole on rank 0, empty elsewhere. A collective."""
+        return state_dict(model)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = False, **kwargs: Any) -> str:
+        """As ever, with the optimizers' state whole, and weights by torch.save. A collective."""
+        folder: str = super().save_state(output_dir, safe_serialization, **kwargs)
+        for i, optimizer in enumerate(self._optimizers):
+            name = f"{OPTIMIZER_NAME}{f'_{i}' if i else ''}.bin"
+            _save_whole(optimizer, Path(folder) / name, self.is_main_process)
+        return folder
+
+
+class Sharded:
+    """What makes a trainer a sharded one; put it in front: `class Mine(Sharded, SFTTrainer)`."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, autoshard: Config | None = None, **kwargs: Any) -> None:
+        self._autoshard = autoshard
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The trainer's accelerator becomes an `Accelerator` of this file."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator = Accelerator.in_place_of(self.accelerator, self._autoshard)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Whole weights, written by rank 0. A collective: all processes must call it."""
+        self._whole = state_dict(self.model)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        del self._whole
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        _save_whole(self.optimizer, Path(output_dir) / "optimizer.pt", self.args.should_save)
+
+
+class Trainer(Sharded, transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer, all of whose arguments it takes; `autoshard` is the config of its model.
+
+    Evaluation and saving run on all processes, as the Trainer does by itself. `generate` while training needs
+    `synced_gpus=True`, since every process must call the model as often as the others.
+    """
+
+
+def _refuse_safetensors(models: list[nn.Module], folder: str) -> None:
+    """safetensors cannot load into a module that is sharded; before its first call it can."""
+    files = list(Path(folder).glob("model*.safetensors"))
+    if files and any(isinstance(p, DTensor) for model in models for p in model.parameters()):
+        raise UnsupportedError(
+            f"{files[0]} cannot be loaded into a model that is sharded already; load it before the first step, or save "
+            "with safe_serialization=False"
+        )
+
+
+def _save_whole(optimizer: torch.optim.Optimizer, path: Path, writes: bool) -> None:
+    """Over what was saved there by a process that knew its own rows only."""
+    whole = state_dict(optimizer)
+    if writes:
+        torch.save(whole, path)

@@ -1,0 +1,148 @@
+"""transformers.Trainer and Accelerate: sharded, beside their own DDP on the same processes and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import autoshard
+from autoshard.huggingface import Accelerator, Trainer
+from tests.cluster import Cluster
+from tests.launch import launch
+from tests.models import llama
+from tests.parity import Distance, whole
+from tests.small import TOLERANCE, Net, config, in_full, inputs_of
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """Of different lengths: losses are means over tokens, of which processes have more or fewer."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 67, (12,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[4 + index % 8 :] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def _fresh_state() -> None:
+    """Accelerate's settings are of the process; these processes run many tests."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def _train(cls: type, folder: Path, steps: int, resume: bool = False, **more: Any) -> Any:
+    _fresh_state()
+    torch.manual_seed(dist.get_rank() if more else 0)  # rank 0's parameters are everyone's
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.1, logging_steps=1, eval_strategy="steps",
+        eval_steps=2, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, seed=0,
+        adam_epsilon=1e-3,
+    )  # fmt: skip
+    model = llama()
+    trainer = cls(model, args, train_dataset=Sentences(), eval_dataset=Sentences(), **more)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _compare(folder: str, zero: int, resumed_at: int) -> Distance:
+    ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
+    _train(Trainer, ours, 2, autoshard=config(zero))
+    trainer = _train(Trainer, ours, 4, resume=True, autoshard=config(resumed_at))
+    reference = _train(transformers.Trainer, theirs, 4)
+    distance = Distance()
+    for line, expected in zip(trainer.state.log_history, reference.state.log_history, strict=True):
+        for key, kind in (("loss", "loss"), ("grad_norm", "norm"), ("eval_loss", "loss")):
+            if key in expected:
+                distance.see(kind, torch.tensor(float(line[key])), torch.tensor(float(expected[key])))
+    for p, q in zip(trainer.model.parameters(), reference.model.parameters()):
+        distance.see("parameter", whole(p.detach()), q.detach())
+    saved = transformers.AutoModelForCausalLM.from_pretrained(ours / "checkpoint-4")
+    for p, q in zip(saved.parameters(), reference.model.parameters()):
+        distance.see("parameter", p.detach(), q.detach())
+    return distance
+
+
+@pytest.mark.parametrize(("zero", "resumed_at"), [(3, 1), in_full(0, 3), in_full(2, 2)])
+def test_the_trainer_is_as_with_ddp(two: Cluster, tmp_path: Path, zero: int, resumed_at: int) -> None:
+    """Accumulation, clipping, evaluation, checkpoints; resumed at another stage."""
+    for distance in two.run(_compare, str(tmp_path), zero, resumed_at):
+        assert distance.worst <= 10 * TOLERANCE, distance  # its log is rounded to four digits
+
+
+def _loop(accelerator: Any, batches: Tensor, folder: Path) -> tuple[Any, list[Tensor]]:
+    """Accumulation over two batches and a checkpoint that is loaded again after one more step."""
+    torch.manual_seed(dist.get_rank() if isinstance(accelerator, Accelerator) else 0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
+    data = DataLoader(batches.flatten(0, 1), batch_size=1)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(net, optimizer, data)
+    seen: list[Tensor] = []
+    for i, x in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(x)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.01))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(accelerator.gather(loss.detach()))
+        if i == 3:
+            accelerator.save_state(str(folder))
+        if i == 5:
+            accelerator.load_state(str(folder))
+    return net, seen
+
+
+def _accelerate(folder: str, zero: int) -> Distance:
+    batches, distance = inputs_of(8), Distance()
+    _fresh_state()
+    plain = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    reference, expected = _loop(plain, batches, Path(folder) / "theirs")
+    _fresh_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, autoshard=config(zero))
+    net, seen = _loop(accelerator, batches, Path(folder) / "ours")
+    for ours, theirs in zip(seen, expected, strict=True):
+        distance.see("loss", ours.detach(), theirs.detach())
+    for p, q in zip(net.parameters(), reference.parameters()):
+        distance.see("parameter", whole(p.detach()), q.detach())
+    assert accelerator.unwrap_model(net) is net
+    return distance
+
+
+@pytest.mark.parametrize("zero", [3, in_full(0), in_full(1)])
+def test_accelerate_is_as_with_ddp(two: Cluster, tmp_path: Path, zero: int) -> None:
+    for distance in two.run(_accelerate, str(tmp_path), zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def test_accelerate_s_own_sharding_is_refused() -> None:
+    _fresh_state()
+    with pytest.raises(autoshard.AutoshardError, match="compiles with EAGER; autoshard shards and compiles itself"):
+        Accelerator(cpu=True, dynamo_backend="eager")
+    _fresh_state()
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    arguments = ["--steps=2", "--batch=1", "--seq=16", "--width=64", "--layers=2", f"--output={tmp_path}"]
+    body = f"""
+    import runpy
+    sys.path.insert(0, "examples")
+    sys.argv = ["train_trainer.py", *{[*arguments, "--memory-budget=2MiB"]}]
+    runpy.run_path("examples/train_trainer.py", run_name="__main__")
+    """
+    for ended in launch(2, body):
+        assert ended.code == 0, ended.output
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
