@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from tests.cluster import Cluster
-from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
+from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, whole
 from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
 
 Models = list[Any]
@@ -355,3 +355,52 @@ def generate_inside(zero: int) -> bool:
 
 def test_generate_works_inside_gathered(two: Cluster) -> None:
     assert all(two.run(generate_inside, 3))
+
+
+# --- blocks compiled one by one
+
+
+class Head(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).pow(2).mean()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Encoder(), Encoder(), Head()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def block_by_block(zero: int, shared: bool, compiled: int) -> Distance:
+    """As one does for a fast start: each block in place, with one backend or its own; `compiled` of them."""
+    torch.manual_seed(0)
+    model = Stack()
+    plain, backend = rank0_copy(model), autoshard.backend(config(zero))
+    for block in model.blocks[:compiled]:
+        block.compile(backend=backend if shared else autoshard.backend(config(zero)))
+    optimizer, reference = (optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (model, plain))
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    for inputs in inputs_of(4):
+        model(inputs[rank]).backward()
+        for x in inputs:
+            (plain(x) / world).backward()
+        see_gradients(distance, model, plain)
+        distance.see("norm", clipped_step(model, optimizer), clipped_step(plain, reference))
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize(("zero", "shared"), [in_full(0, True), in_full(2, False), (3, True), in_full(3, False)])
+def test_blocks_may_be_compiled_one_by_one(two: Cluster, zero: int, shared: bool) -> None:
+    for distance in two.run(block_by_block, zero, shared, 3):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def test_a_block_that_was_forgotten_is_named(two: Cluster) -> None:
+    for kind, error in two.answers(block_by_block, 0, True, 2):
+        assert kind == "error" and "is in no model compiled with autoshard" in error[1], error

@@ -141,3 +141,29 @@ def a_copy() -> tuple[Distance, bool]:
 def test_a_deep_copy_is_sharded_and_apart(two: Cluster) -> None:
     for distance, sharded in two.run(a_copy):
         assert distance.worst == 0 and sharded
+
+
+def load_rows_of_rank_0(folder: str, what: str) -> str:
+    """What loops do that were written for DDP: rank 0 saves its state dicts, everyone loads them."""
+    _, _, compiled = compiled_pair(config(3))
+    optimizer = optim.AdamW(compiled.parameters(), lr=0.01)
+    train(compiled, optimizer, 1)
+    if dist.get_rank() == 0:
+        torch.save({"model": compiled.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/rows.pt")
+    dist.barrier()
+    loaded = torch.load(f"{folder}/rows.pt", weights_only=False)
+    try:
+        if what == "model":
+            compiled.load_state_dict(loaded["model"])
+        else:
+            optimizer.load_state_dict(loaded["optimizer"])
+            train(compiled, optimizer, 1)
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_rows_of_another_process_are_refused(two: Cluster, tmp_path: Path, what: str) -> None:
+    texts = [text for kind, text in two.answers(load_rows_of_rank_0, str(tmp_path), what) if kind == "value"]
+    assert any("rows that another process saved (its place in the mesh is [0] of [2], ours is [1] of [2])" in t for t in texts)

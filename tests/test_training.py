@@ -62,33 +62,59 @@ def test_bf16_trains_like_fp32(two: Cluster, precision: str | None, autocast: bo
 # --- shapes and modes
 
 
-def changing_shapes(zero: int) -> Distance:
-    """Another batch size each step and on each process, evaluation in between."""
-    model, plain, compiled = compiled_pair(config(zero))
+class Reader(nn.Module):
+    """The mean loss of padded sentences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(29, 8), nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shown = (ids > 0).unsqueeze(-1)
+        y = self.down(torch.tanh(self.up(self.embed(ids)))) * shown
+        return y.pow(2).sum() / shown.sum()
+
+
+def padded_batch(step: int, rank: int) -> Tensor:
+    """Padded to the longest of its own sentences; every fifth batch is what was left over, of one sentence."""
+    g = torch.Generator().manual_seed(97 * step + rank)
+    ids = torch.randint(1, 29, (1 if step % 5 == 4 else 4, 3 + (7 * step + 5 * rank) % 11), generator=g)
+    ids[1:, -2:] = 0
+    return ids
+
+
+def changing_shapes(zero: int) -> tuple[Distance, int]:
+    """Another length at each of 20 steps and on each process, evaluation in between."""
+    torch.manual_seed(0)
+    model = Reader()
+    plain = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
-    distance, world = Distance(), dist.get_world_size()
-    for step in range(6):
-        inputs = [torch.randn(1 + step + r, 8, generator=torch.Generator().manual_seed(step)) for r in range(world)]
-        loss = compiled(inputs[dist.get_rank()])
-        loss.backward()
-        for x in inputs:
-            (plain(x) / world).backward()
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    for step in range(20):
+        batches = [padded_batch(step, r) for r in range(world)]
+        compiled(batches[rank]).backward()
+        for ids in batches:
+            (plain(ids) / world).backward()
         see_gradients(distance, model, plain)
         for o in (optimizer, reference):
             o.step()
             o.zero_grad()
-        with torch.no_grad():
-            distance.see("loss", compiled(inputs[0]), plain(inputs[0]))
-        with torch.inference_mode():
-            distance.see("loss", compiled(inputs[0]), plain(inputs[0]))
+        if step % 3 == 2:
+            with torch.no_grad():
+                distance.see("loss", compiled(batches[rank]), plain(batches[rank]))
+            with torch.inference_mode():
+                distance.see("loss", compiled(batches[rank]), plain(batches[rank]))
     see_state(distance, model, plain)
-    return distance
+    return distance, sum(p.name == "name_parameters" for p in autoshard.report(model).passes)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
-    for distance in two.run(changing_shapes, zero):
+    """Each of training, no_grad and inference_mode: the first shape, any length, any length of one sentence."""
+    for distance, graphs in two.run(changing_shapes, zero):
         assert distance.worst <= TOLERANCE, distance
+        assert graphs <= 9
 
 
 # --- meshes

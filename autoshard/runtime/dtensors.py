@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard.errors import UnsupportedError
+
 
 def local(value: Any) -> Any:
     """This process's part of a DTensor; anything else as it is."""
@@ -18,3 +20,22 @@ def local(value: Any) -> Any:
 def dtensor_of(part: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of the shape and stride of `whole`, of which `part` is this process's. Nothing communicates."""
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def refuse_strange_rows(what: str, loaded: Any, ours: DTensor) -> None:
+    """torch.save of a DTensor keeps one process's rows and that process's place in the mesh. Another process that
+    loads the file takes them for its own rows."""
+    if not isinstance(loaded, DTensor):
+        return
+    place, here = _place(loaded), _place(ours)
+    if place != here:
+        raise UnsupportedError(
+            f"{what} was loaded with rows that another process saved (its place in the mesh is {place}, ours is "
+            f"{here}): torch.save of a sharded state_dict() keeps the rows of one process. Save "
+            "autoshard.state_dict(model or optimizer), or use torch.distributed.checkpoint"
+        )
+
+
+def _place(tensor: DTensor) -> str:
+    coordinate = tensor.device_mesh.get_coordinate()
+    return f"{list(coordinate) if coordinate else None} of {list(tensor.device_mesh.shape)}"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from autoshard.errors import UnsupportedError
+from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 from autoshard.runtime.shard import full_value
 
@@ -74,6 +75,7 @@ def scatter_loaded(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
             for key, value in state.items():
+                refuse_strange_rows(f"{key} of an optimizer's state", value, parameter)
                 if _like_parameter(key, value, parameter):
                     state[key] = distribute_tensor(
                         value, parameter.device_mesh, parameter.placements, src_data_rank=None

@@ -23,6 +23,7 @@ from autoshard.inventory import names_of
 from autoshard.plan import Plan
 from autoshard.runtime import local_step
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
 from autoshard.runtime.processes import World
@@ -172,9 +173,10 @@ def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
     """Plain full tensors of a loaded state dict become shards like the parameters that they go to."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if not isinstance(parameter, DTensor) or value is None or isinstance(value, DTensor):
+        if not isinstance(parameter, DTensor) or value is None:
             continue
-        if value.shape == parameter.shape:
+        refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
+        if not isinstance(value, DTensor) and value.shape == parameter.shape:
             state_dict[prefix + name] = distribute_tensor(
                 value.to(parameter.device), parameter.device_mesh, parameter.placements
             )
