@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -68,9 +69,14 @@ def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
     return state
 
 
-def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards of forwards inside do not reduce gradients where the plan keeps them whole (stages 0, 1)."""
-    return Accumulation.of(model).no_sync()
+    inside = [state.accumulation for state in _state.states_in(model)] or [Accumulation.of(model)]
+    with ExitStack() as stack:
+        for accumulation in inside:
+            stack.enter_context(accumulation.no_sync())
+        yield
 
 
 def state_dict(of: nn.Module | Optimizer) -> dict[str, Any]:
@@ -86,9 +92,14 @@ def state_dict(of: nn.Module | Optimizer) -> dict[str, Any]:
     return get_model_state_dict(original_of(of), options=whole)
 
 
-def gathered(model: nn.Module) -> AbstractContextManager[nn.Module]:
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """The model with whole, plain parameters on every process, for generate, export or evaluation in eager.
 
     A collective: all processes must enter. For reading; a write inside is an error at the end.
     """
-    return _state.gathered(_state_after_first_call(model, "gathered"))
+    states = _state.states_in(model) or [_state_after_first_call(model, "gathered")]
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(_state.gathered(state))
+        yield original_of(model)

@@ -24,7 +24,7 @@ from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.first_call import FirstCall, refuse_unplanned
 from autoshard.inventory import device_of
-from autoshard.owner import find_owner
+from autoshard.owner import find_owner, with_family
 from autoshard.passes import registry
 from autoshard.passes.base import Context
 from autoshard.passes.dump import Dump
@@ -74,7 +74,7 @@ class Backend:
         self._phases = Phases(shown=self.config.verbose and world.rank == 0)
         state = state_of(model)
         if state is None:  # another backend may have had the first call
-            manager = self.manager(world.rank)
+            model, manager = with_family(model), self.manager(world.rank)
             state = FirstCall(self.config, manager, self._phases, model, gm, inputs, world).carry_out()
         state.reporter = self.report
         self._states.add(state)

@@ -21,6 +21,7 @@ from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
 from autoshard.errors import ShardingError, UnsupportedError
+from autoshard.family import members_of, used_in
 from autoshard.inventory import Inventory, device_of, names_of, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
@@ -50,7 +51,7 @@ class FirstCall:
     ) -> None:
         self.config, self.manager, self.phases = config, manager, phases
         self.model, self.gm, self.world = model, gm, world
-        self.used = [x for x in inputs if isinstance(x, nn.Parameter)]
+        self.used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
         self.optimizers = optimizers.holding(names_of(model))
         self.topic = f"model{next(_count_first_calls)}"
 
@@ -129,7 +130,7 @@ class FirstCall:
                     repoint.replace(old, new)
         except Exception as error:
             final = ShardingError(
-                f"sharding {type(self.model).__name__} failed half way ({type(error).__name__}: {error}); "
+                f"sharding {type(members_of(self.model)[0]).__name__} failed half way ({type(error).__name__}: {error}); "
                 "the model cannot be used any more in this process"
             )
             make_unusable(self.model, final)
@@ -170,9 +171,10 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
 def _refuse_ddp_around(model: nn.Module) -> None:
     """DDP would go on reducing the gradients of parameters that are gone."""
     for outer in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        if outer is not model and any(module is model for module in outer.modules()):
+        compiled = members_of(model)
+        if outer is not model and any(module is m for module in outer.modules() for m in compiled):
             raise UnsupportedError(
-                f"{type(model).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
+                f"{type(compiled[0]).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
                 "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface"
             )
 

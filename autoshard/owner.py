@@ -1,4 +1,4 @@
-"""Which module is being compiled: the backend is only given a graph and its inputs."""
+"""Which module is being compiled, and which others with it: the backend is only given a graph and its inputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
+from autoshard.family import Family
+from autoshard.runtime.state import state_of
 
 
 def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
@@ -55,11 +57,51 @@ def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:
 
 def _smallest_owner(wanted: set[int]) -> nn.Module:
     owners = []
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module) and "_parameters" in module.__dict__:
-            owned = {id(p) for p in module.parameters()}
-            if wanted <= owned and not isinstance(module, torch_internals.OptimizedModule):
-                owners.append((len(owned), module))
+    for module in _modules():
+        owned = {id(p) for p in module.parameters()}
+        if wanted <= owned and not isinstance(module, torch_internals.OptimizedModule):
+            owners.append((len(owned), module))
     if not owners:
         raise UnsupportedError("the compiled function uses parameters that no single nn.Module owns")
     return min(owners, key=lambda entry: entry[0])[1]
+
+
+def with_family(module: nn.Module) -> nn.Module:
+    """`module`, or a Family of it and all others of its class in the same model that were compiled with the same
+    backend and had no first call yet.
+
+    With a backend each, each would have a graph of its own, and Dynamo keeps only so many for one function before it
+    runs the rest uncompiled; UnsupportedError then.
+    """
+    compiled = [m for m in _modules() if torch_internals.backend_of(m) is not None]
+    backends = {id(torch_internals.original_of(m)): torch_internals.backend_of(m) for m in compiled}
+    twins = {
+        id(m): m for m in map(torch_internals.original_of, compiled) if type(m) is type(module) and state_of(m) is None
+    }
+    mine = backends.get(id(module))
+    together = {key for key in twins if mine is not None and backends[key] is mine}
+    limit = torch_internals.recompile_limit()
+    if len(twins) > limit and len(together) < 2:
+        raise UnsupportedError(
+            f"{len(twins)} modules of class {type(module).__name__} were compiled with a backend each, of which Dynamo "
+            f"compiles at most {limit}: make one `backend = autoshard.backend(config)` and give it to all of them"
+        )
+    members = [m for m in _root_of(module, together).modules() if id(m) in together]
+    return Family(members) if len(members) > 1 else module
+
+
+def _root_of(module: nn.Module, wanted: set[int]) -> nn.Module:
+    """The module that holds `module` and the most of `wanted`."""
+
+    def held(root: nn.Module) -> int:
+        ids = {id(m) for m in root.modules()}
+        return len(wanted & ids) if id(module) in ids else 0
+
+    return max(_modules(), key=held) if len(wanted) > 1 else module
+
+
+def _modules() -> Iterator[nn.Module]:
+    """Every module that there is."""
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module) and "_modules" in found.__dict__:
+            yield found

@@ -44,6 +44,7 @@ __all__ = [
     "job_store",
     "original_of",
     "put_random_states_first",
+    "recompile_limit",
     "restart_trace",
     "suppressed_errors",
     "without_autograd_cache",
@@ -118,6 +119,11 @@ def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if somebody registered hooks around this one optimizer's step. Seen: 2.11, 2.13."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def recompile_limit() -> int:
+    """How many graphs Dynamo compiles for one function; what comes after runs as plain Python."""
+    return int(torch._dynamo.config.recompile_limit)
 
 
 def suppressed_errors() -> bool:

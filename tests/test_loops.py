@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, whole
 from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
@@ -366,9 +367,9 @@ class Head(Encoder):
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Encoder(), Encoder(), Head()])
+        self.blocks = nn.ModuleList([*(Encoder() for _ in range(depth)), Head()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -376,12 +377,12 @@ class Stack(nn.Module):
         return x
 
 
-def block_by_block(zero: int, shared: bool, compiled: int) -> Distance:
-    """As one does for a fast start: each block in place, with one backend or its own; `compiled` of them."""
+def block_by_block(zero: int, depth: int, shared: bool, forgotten: int = 0) -> tuple[Distance, int]:
+    """As one does for a fast start: each block in place, with one backend or its own, but for the last."""
     torch.manual_seed(0)
-    model = Stack()
+    model = Stack(depth)
     plain, backend = rank0_copy(model), autoshard.backend(config(zero))
-    for block in model.blocks[:compiled]:
+    for block in list(model.blocks)[: depth + 1 - forgotten]:
         block.compile(backend=backend if shared else autoshard.backend(config(zero)))
     optimizer, reference = (optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (model, plain))
     distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
@@ -392,15 +393,32 @@ def block_by_block(zero: int, shared: bool, compiled: int) -> Distance:
         see_gradients(distance, model, plain)
         distance.see("norm", clipped_step(model, optimizer), clipped_step(plain, reference))
     see_state(distance, model, plain)
-    return distance
+    with autoshard.gathered(model):
+        see_state(distance, model, plain)
+    return distance, sum(p.name == "name_parameters" for p in backend.report(state_of(model.blocks[0])).passes)
 
 
-@pytest.mark.parametrize(("zero", "shared"), [in_full(0, True), in_full(2, False), (3, True), in_full(3, False)])
-def test_blocks_may_be_compiled_one_by_one(two: Cluster, zero: int, shared: bool) -> None:
-    for distance in two.run(block_by_block, zero, shared, 3):
+@pytest.mark.parametrize(
+    ("zero", "depth", "shared"),
+    [(3, 12, True), in_full(0, 12, True), in_full(1, 12, True), in_full(2, 2, False), in_full(3, 2, False)],
+)
+def test_blocks_may_be_compiled_one_by_one(two: Cluster, zero: int, depth: int, shared: bool) -> None:
+    """More blocks than Dynamo compiles graphs for one function share one; the first has another, since its input has
+    no gradient, and so has the head."""
+    for distance, graphs in two.run(block_by_block, zero, depth, shared):
         assert distance.worst <= TOLERANCE, distance
+        assert graphs == (3 if shared else 0)
 
 
-def test_a_block_that_was_forgotten_is_named(two: Cluster) -> None:
-    for kind, error in two.answers(block_by_block, 0, True, 2):
-        assert kind == "error" and "is in no model compiled with autoshard" in error[1], error
+@pytest.mark.parametrize(
+    ("depth", "shared", "forgotten", "says"),
+    [
+        (2, True, 1, "is in no model compiled with autoshard"),
+        (12, False, 0, "12 modules of class Encoder were compiled with a backend each"),
+    ],
+)
+def test_blocks_that_would_not_be_compiled_are_named(
+    two: Cluster, depth: int, shared: bool, forgotten: int, says: str
+) -> None:
+    for kind, error in two.answers(block_by_block, 0, depth, shared, forgotten):
+        assert kind == "error" and says in error[1], error

@@ -198,3 +198,20 @@ def test_random_states_are_saved_among_the_tensors() -> None:
     assert [n.name for n in forward.graph.output_node().args[0]] == ["loss", "x", "state", "mesh", "n"]
     inputs = [n.name for n in backward.graph.find_nodes(op="placeholder")]
     assert inputs == ["n", "x", "rng_state_output_0", "mesh", "tangent"]
+
+
+def test_what_comes_after_the_recompile_limit_is_not_compiled() -> None:
+    graphs = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    def function(x: Any, n: int) -> Any:
+        return x + n if n % 2 else x - n
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    for n in range(torch_internals.recompile_limit() + 3):
+        compiled(torch.ones(2), n)
+    assert len(graphs) == torch_internals.recompile_limit()

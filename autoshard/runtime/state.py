@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
+from autoshard.family import members_of
 from autoshard.inventory import names_of
 from autoshard.plan import Plan
 from autoshard.runtime import local_step
@@ -34,7 +35,7 @@ ATTRIBUTE = "_autoshard_state"
 
 @dataclass(eq=False)
 class ModelState:
-    """One per model, found under `ATTRIBUTE` of the module that was compiled.
+    """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
     compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
     blocks). reporter: makes the report of this.
@@ -67,7 +68,7 @@ class ModelState:
         accumulation = copy.deepcopy(self.accumulation, memo)
         lockstep = self.lockstep and self.lockstep.for_copy()
         made = replace(
-            self, model=memo[id(self.model)], accumulation=accumulation, lockstep=lockstep, compiled=set()
+            self, model=copy.deepcopy(self.model, memo), accumulation=accumulation, lockstep=lockstep, compiled=set()
         )
         if not self.plan.leaves_alone:
             _live.add(made)
@@ -76,7 +77,8 @@ class ModelState:
 
     def attach(self) -> None:
         """Lets the model carry this, and load whole state dicts from here on."""
-        self.model.__dict__[ATTRIBUTE] = self
+        for member in members_of(self.model):
+            member.__dict__[ATTRIBUTE] = self
         self.ids = names_of(self.model)
         if not self.plan.leaves_alone:
             _live.add(self)
@@ -161,12 +163,19 @@ def make_unusable(model: nn.Module, error: Exception) -> None:
     def refuse(*_: Any) -> None:
         raise error
 
-    model.register_forward_pre_hook(refuse)
+    for member in members_of(model):
+        member.register_forward_pre_hook(refuse)
 
 
 def state_of(model: nn.Module) -> ModelState | None:
     """The state that a model carries, compiled or not; None before its first call."""
     return torch_internals.original_of(model).__dict__.get(ATTRIBUTE)
+
+
+def states_in(model: nn.Module) -> list[ModelState]:
+    """The states of a model and of what was compiled inside it, each once."""
+    found = [state_of(module) for module in torch_internals.original_of(model).modules()]
+    return list(dict.fromkeys(state for state in found if state is not None))
 
 
 def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -183,10 +192,10 @@ def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 
 @contextlib.contextmanager
-def gathered(state: ModelState) -> Iterator[nn.Module]:
-    """The model with whole, plain parameters, for reading; see `autoshard.gathered`."""
+def gathered(state: ModelState) -> Iterator[None]:
+    """The model has whole, plain parameters, for reading; see `autoshard.gathered`."""
     if state.accumulation.gathered:
-        yield state.model
+        yield
         return
     swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
     for places in places_of(state.model).values():
@@ -200,7 +209,7 @@ def gathered(state: ModelState) -> Iterator[nn.Module]:
     versions = [full._version for *_, full in swapped]
     state.accumulation.gathered = True
     try:
-        yield state.model
+        yield
     finally:
         state.accumulation.gathered = False
         for parameters, name, shard, _ in swapped:

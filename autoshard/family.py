@@ -1,0 +1,38 @@
+"""Modules of one class that were compiled one by one, as the blocks of a deep model are.
+
+They have their first call together: one plan for all of them, and, being alike after it, one graph, which Dynamo
+compiles for the first and finds again for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+
+class Family(nn.Module):
+    """Holds the members under their numbers, so that what takes a model can take them. It is never called."""
+
+    def __init__(self, members: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for number, member in enumerate(members):
+            self.add_module(str(number), member)
+
+
+def members_of(model: nn.Module) -> list[nn.Module]:
+    """What the user knows of `model`: the members of a family, or itself."""
+    return list(model.children()) if isinstance(model, Family) else [model]
+
+
+def used_in(model: nn.Module, used: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that a first graph used; in a family every member uses those that the first one did."""
+    if not isinstance(model, Family):
+        return list(used)
+    ids = [id(p) for p in used]
+    for member in model.children():
+        names = {id(p): name for name, p in member.named_parameters()}
+        found = [names[i] for i in ids if i in names]
+        if found:
+            return [other.get_parameter(name) for other in model.children() for name in found]
+    return list(used)
