@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
-from autoshard import torch_internals
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
@@ -164,8 +163,6 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
                 "register hooks after it, and zero_grad before it"
             )
     _refuse_writes(gm)
-    if torch_internals.suppressed_errors():
-        raise UnsupportedError("suppress_errors is set in Dynamo's config: a failure would train unsharded")
 
 
 def _refuse_ddp_around(model: nn.Module) -> None:

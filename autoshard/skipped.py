@@ -41,9 +41,14 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
         if not is_ours(torch_internals.backend_of(module)) or state_of(module) is not None:
             continue
         if stepped & {id(p) for p in module.parameters()}:
-            original = torch_internals.original_of(module)
+            name = type(torch_internals.original_of(module)).__name__
+            if torch_internals.suppressed_errors():
+                raise DivergenceError(
+                    f"compiling {name} failed, which suppress_errors of Dynamo's config hides, so processes would "
+                    "silently differ; set it to False to see why"
+                )
             raise DivergenceError(
-                f"{type(original).__name__} was compiled with autoshard, but torch.compile never gave it a graph "
+                f"{name} was compiled with autoshard, but torch.compile never gave it a graph "
                 "(Dynamo skips what is written in torch.nn, such as LSTM), so processes would silently differ; "
                 "call it from a module of your own and compile that"
             )

@@ -1,0 +1,121 @@
+"""What cannot be right is refused by name, in the first call or the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module, distribute_tensor
+
+import autoshard
+from tests.cluster import Cluster
+from tests.small import Net, config
+
+
+class MaxNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x.long()).sum()
+
+
+def _call(model: Any, x: Tensor | None = None) -> Tensor:
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(3)))
+    loss: Tensor = compiled(torch.ones(4, 8) if x is None else x)
+    return loss
+
+
+def distributed_already() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    _call(distribute_module(Net(), mesh), distribute_tensor(torch.ones(4, 8), mesh))
+
+
+def sharded_by_fsdp() -> None:
+    _call(fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
+
+
+def hook_from_before() -> None:
+    model = Net()
+    model.up.weight.register_post_accumulate_grad_hook(lambda p: None)
+    _call(model)
+
+
+def gradient_from_before() -> None:
+    model = Net()
+    model(torch.ones(4, 8)).backward()
+    _call(model)
+
+
+def errors_suppressed() -> None:
+    """Dynamo then swallows whatever goes wrong in a backend, what we refuse as well."""
+    model = MaxNorm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(3)))
+    with torch._dynamo.config.patch(suppress_errors=True):
+        compiled(torch.ones(4, 8)).backward()
+        optimizer.step()
+
+
+def written_in_forward() -> None:
+    _call(MaxNorm())
+
+
+class Scanned(Net):
+    """Parameters inside of a higher-order operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.up(y).sum(), lambda y: self.up(2 * y).sum(), (x,))
+
+
+def inside_cond() -> None:
+    _call(Scanned())
+
+
+def list_from_before() -> None:
+    model = Net()
+    kept = [p for p in model.parameters() if p.requires_grad]
+    _call(model).backward()
+    torch.nn.utils.clip_grad_norm_(kept, 1.0)
+
+
+def gradient_of_gradients() -> None:
+    model = Net()
+    loss = _call(model)
+    (gradient,) = torch.autograd.grad(loss, [model.up.weight], create_graph=True)
+    gradient.pow(2).sum().backward()
+
+
+CASES: dict[Callable[[], None], str] = {
+    distributed_already: "parameter 'up.weight' is a DTensor already",
+    sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",
+    hook_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
+    gradient_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
+    errors_suppressed: "compiling MaxNorm failed, which suppress_errors of Dynamo's config hides",
+    written_in_forward: "in place (an embedding's max_norm, say)",
+    inside_cond: "Dynamo failed to run FX node with fake tensors: call_function cond",
+    list_from_before: "this parameter was sharded by autoshard and is empty now",
+    gradient_of_gradients: "does not currently support double backward",
+}
+
+
+def what_is_said(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_it_is_refused(two: Cluster, case: Callable[[], None]) -> None:
+    for said in two.run(what_is_said, case):
+        assert CASES[case] in said, said
