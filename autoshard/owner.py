@@ -73,13 +73,12 @@ def with_family(module: nn.Module) -> nn.Module:
     With a backend each, each would have a graph of its own, and Dynamo keeps only so many for one function before it
     runs the rest uncompiled; UnsupportedError then.
     """
-    compiled = [m for m in _modules() if torch_internals.backend_of(m) is not None]
-    backends = {id(torch_internals.original_of(m)): torch_internals.backend_of(m) for m in compiled}
     twins = {
-        id(m): m for m in map(torch_internals.original_of, compiled) if type(m) is type(module) and state_of(m) is None
+        id(original): backend
+        for original, backend in compiled_modules()
+        if type(original) is type(module) and state_of(original) is None
     }
-    mine = backends.get(id(module))
-    together = {key for key in twins if mine is not None and backends[key] is mine}
+    together = {key for key, backend in twins.items() if backend is twins.get(id(module))}
     limit = torch_internals.recompile_limit()
     if len(twins) > limit and len(together) < 2:
         raise UnsupportedError(
@@ -88,6 +87,14 @@ def with_family(module: nn.Module) -> nn.Module:
         )
     members = [m for m in _root_of(module, together).modules() if id(m) in together]
     return Family(members) if len(members) > 1 else module
+
+
+def compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
+    """Each module that was given to torch.compile, or called `.compile()`, and its backend."""
+    for module in _modules():
+        backend = torch_internals.backend_of(module)
+        if backend is not None:
+            yield torch_internals.original_of(module), backend
 
 
 def _root_of(module: nn.Module, wanted: set[int]) -> nn.Module:

@@ -6,17 +6,16 @@ is never called. The first step of each optimizer looks for such a model.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
+from autoshard.owner import compiled_modules
 from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
 from autoshard.runtime.state import state_of
@@ -37,11 +36,11 @@ def watch(is_ours: Callable[[Any], bool]) -> None:
 
 def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in o.__dict__]:
-        if not is_ours(torch_internals.backend_of(module)) or state_of(module) is not None:
+    for module, backend in list(compiled_modules()):
+        if not is_ours(backend) or state_of(module) is not None:
             continue
         if stepped & {id(p) for p in module.parameters()}:
-            name = type(torch_internals.original_of(module)).__name__
+            name = type(module).__name__
             if torch_internals.suppressed_errors():
                 raise DivergenceError(
                     f"compiling {name} failed, which suppress_errors of Dynamo's config hides, so processes would "
