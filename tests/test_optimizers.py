@@ -118,6 +118,34 @@ def test_an_optimizer_steps_as_on_the_whole_model(two: Cluster, name: str, early
         assert state <= {"DTensor"}
 
 
+def train_parts(zero: int) -> Distance:
+    """An optimizer for each part of a model, one of them made later."""
+    model, plain, compiled = compiled_pair(config(zero))
+    pairs = [[optim.SGD(m.up.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]]
+    for step, inputs in enumerate(inputs_of(4)):
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        if step == 1:
+            pairs.append([optim.AdamW(m.down.parameters(), lr=0.01) for m in (model, plain)])
+        for pair in pairs:
+            for o in pair:
+                o.step()
+                o.zero_grad()
+        if step == 0:
+            model.zero_grad()
+            plain.zero_grad()
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_several_optimizers_share_a_model(two: Cluster, zero: int) -> None:
+    for distance in two.run(train_parts, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
 # --- optimizers that were there before
 
 
