@@ -104,14 +104,15 @@ class Backend:
     ) -> Callable[..., Any]:
         rank = state.world.rank if state else 0
         plan = state.plan if state else Plan(1, (("shard", 1),), ())
-        names = state.names() if state else {}
+        apart = state is None or state.accumulation.gathered  # whole parameters, nobody else takes part
+        names = state.names() if state and not apart else {}
         self._warn_of_breaks(gm, rank)
-        if state and not plan.leaves_alone:
+        if state and not plan.leaves_alone and not apart:
             refuse_unplanned(state, inputs)
         context = Context(
             plan=plan,
             parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},
-            buffers=_buffers(state, inputs),
+            buffers=_buffers(state, inputs) if not apart else frozenset(),
             everyone=processes.name_of_everyone(),
         )
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)

@@ -31,6 +31,7 @@ from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState, make_unusable
+from autoshard.skipped import refuse_recurrent
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
@@ -142,17 +143,13 @@ _count_first_calls = itertools.count()
 def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
     """Named errors for what would be silently wrong, before anything is touched."""
     _refuse_ddp_around(model)
+    refuse_recurrent(model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             raise UnsupportedError(
                 f"module {name or 'itself'!r} is wrapped by "
                 f"{'fully_shard' if isinstance(module, FSDPModule) else 'DistributedDataParallel'}; "
                 "autoshard takes the plain module"
-            )
-        if isinstance(module, nn.RNNBase):
-            raise UnsupportedError(
-                f"module {name!r} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
-                "gather its parameters or average their gradients; train it with one process, or write the recurrence out"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -55,10 +55,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def take_inventory(model: nn.Module, used_in_order: Iterable[nn.Parameter]) -> Inventory:
-    """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs."""
+    """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs. Where it takes
+    none, the model's own order stands for the order of use."""
     names = names_of(model)
     parameters = {id(p): p for p in model.parameters()}
-    used = [id(p) for p in used_in_order if id(p) in names]
+    used = [id(p) for p in used_in_order if id(p) in names] or list(parameters)
     rest = [key for key in parameters if key not in set(used)]
     return Inventory(
         type(model).__name__,

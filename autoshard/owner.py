@@ -19,12 +19,17 @@ from autoshard.runtime.state import state_of
 def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
     """The module that is being compiled: the innermost one on the stack that was given to torch.compile or
     called `.compile()` and owns a parameter of the graph; for a compiled function, the largest such module that
-    the function can reach by a name, or else the smallest anywhere that owns all of them. None if the graph has
-    no parameters.
+    the function can reach by a name, or else the smallest anywhere that owns all of them.
+
+    A graph without parameters, such as one that makes a mask before a graph break, belongs to the compiled module on
+    the stack, if it has parameters and had no first call: what comes after the break may not be in any graph, and must
+    not run on whole parameters. None otherwise.
     """
     wanted = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
     if not wanted:
-        return None
+        module = next(_compiled_modules_on_the_stack(), None)
+        new = module is not None and state_of(module) is None and next(module.parameters(), None) is not None
+        return module if new else None
     for module in _compiled_modules_on_the_stack():
         if wanted & {id(p) for p in module.parameters()}:
             return module

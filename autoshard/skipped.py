@@ -10,11 +10,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
-from autoshard.errors import DivergenceError
+from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.owner import compiled_modules
 from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
@@ -40,6 +41,7 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
         if not is_ours(backend) or state_of(module) is not None:
             continue
         if stepped & {id(p) for p in module.parameters()}:
+            refuse_recurrent(module)
             name = type(module).__name__
             if torch_internals.suppressed_errors():
                 raise DivergenceError(
@@ -50,4 +52,15 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
                 f"{name} was compiled with autoshard, but torch.compile never gave it a graph "
                 "(Dynamo skips what is written in torch.nn, such as LSTM), so processes would silently differ; "
                 "call it from a module of your own and compile that"
+            )
+
+
+def refuse_recurrent(model: nn.Module) -> None:
+    """Dynamo leaves these out of every graph, and with them the module that calls one."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise UnsupportedError(
+                f"module {name!r} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
+                "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
+                "(nn.LSTMCell and nn.GRUCell are fine)"
             )

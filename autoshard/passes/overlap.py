@@ -44,9 +44,10 @@ class Overlap:
     def _prefetch(self, gm: GraphModule) -> None:
         gathers = graphs.calls(gm, graphs.GATHER)
         waits = [next(iter(g.users)) for g in gathers]
-        head = gm.graph.find_nodes(op="placeholder")[-1]
+        head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
         for i, gather in enumerate(gathers):
             target = waits[i - self.ahead] if i >= self.ahead else head
+            assert target is not None  # what is gathered is an input
             at = graphs.positions(gm.graph)
             if at[gather] > at[target]:
                 _move_after(_chain(gather, target, at), target)

@@ -1,8 +1,8 @@
 """Training and evaluation in lockstep: where calls of a model communicate, every process must make them.
 
 [Note: Evaluation on some processes] When rank 0 alone evaluates a sharded model, its gathers meet those of the
-others' next training step, and what follows hangs or, worse, does not. So the first call without gradients after one
-with, and the other way round, waits at the store until all processes have come to the same point.
+others' next training step, and what follows hangs or, worse, does not. So the very first call, the first one without
+gradients after one with, and the other way round, wait at the store until all processes have come to the same point.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lockstep:
     def enter(self, training: bool) -> None:
         """To be called before each call that communicates. DisagreementError if some process does not come."""
         before, self._training = self._training, training
-        if before is not None and before is not training:
+        if before is not training:
             self._meet("training" if training else "evaluation")
 
     def for_copy(self) -> Lockstep:
@@ -42,6 +42,7 @@ class Lockstep:
         store.set(str(self._world.rank), what)
         try:
             self._wait(store, what)
+            self._compare(store, what)
         except dist.DistNetworkError as error:
             raise PeerLostError(
                 f"rank {self._world.rank} came to {what} and lost the process that hosts the job's store (rank 0, most "
@@ -60,3 +61,13 @@ class Lockstep:
                 "goes inside `with autoshard.gathered(model)`, which all enter"
             ),
         )
+
+    def _compare(self, store: Any, what: str) -> None:
+        for rank in range(self._world.size):
+            theirs = store.get(str(rank)).decode()
+            if theirs != what:
+                raise DisagreementError(
+                    f"rank {self._world.rank} came to {what} of a sharded model, rank {rank} to {theirs}. Every process must "
+                    "call it, with as many batches; what one process does alone goes inside `with "
+                    "autoshard.gathered(model)`, which all enter"
+                )

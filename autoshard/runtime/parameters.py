@@ -6,6 +6,14 @@ torch.compile traces, the property is `unshard(local rows)`, so the logical op e
 other time it is the parameter itself, so optimizers, nn.init, printing and state_dict see what is there.
 There is one subclass for each (class, names and layouts): a class of its own for each module would make
 Dynamo's guards several times slower.
+
+[Note: Forward outside of a graph]
+Where a graph break leaves a frame to Python, Dynamo compiles what that frame calls. The subclass's `forward` is
+such a frame, so the module becomes a graph of its own, with its gathers and reductions. If it is not compiled
+even so (a recompile limit was hit, or the module that torch.compile was given is called and not what it
+returned), `forward` refuses to run: on rows it would be wrong, and on whole parameters nothing would average
+their gradients. The functions of each subclass have code objects of their own, since Dynamo counts
+compilations by them.
 """
 
 from __future__ import annotations
@@ -64,24 +72,43 @@ def _property(name: str, layout: str, accumulation: Accumulation) -> property:
             return _as_traced(module, name, layout, accumulation)
         return module._parameters[name]
 
-    return property(get)
+    return property(_with_own_code(get))
 
 
-def _cast_inputs(cls: type, compute: torch.dtype) -> Callable[..., Any]:
-    """A forward that takes floating inputs to the compute dtype, where the gathered parameters are in it."""
+def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) -> Callable[..., Any]:
+    """See [Note: Forward outside of a graph]. With a compute dtype, in which gathered parameters then are, floating
+    inputs are taken to it."""
+    inner = cls.forward
 
     def cast(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(compute) if floating else value
 
-    inner = cls.forward  # type: ignore[attr-defined]
-
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(cast, (args, kwargs))
+        if not torch.compiler.is_compiling() and not accumulation.gathered:
+            _refuse_outside(self)
+        if compute is not None:
+            args, kwargs = tree_map(cast, (args, kwargs))
         return inner(self, *args, **kwargs)
 
-    return forward
+    return _with_own_code(forward)
+
+
+def _with_own_code(function: Any) -> Any:
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def _refuse_outside(module: nn.Module) -> None:
+    trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in module._parameters.values())
+    if trained or any(isinstance(p, DTensor) for p in module._parameters.values()):
+        raise UnsupportedError(
+            f"a {type(module).__name__} that autoshard {'trains' if trained else 'sharded'} was called outside of any "
+            "compiled graph. Call what torch.compile returned, or compile in place with model.compile(backend=...); for "
+            "generate or evaluation in eager enter `with autoshard.gathered(model):` on all processes. If Dynamo gave up "
+            "compiling it (torch._dynamo.config.recompile_limit), see TORCH_LOGS=recompiles,graph_breaks"
+        )
 
 
 def sharded_class(
@@ -107,8 +134,8 @@ def _make_class(
     body["__module__"], body["__qualname__"] = cls.__module__, cls.__qualname__
     body["__reduce_ex__"] = _refuse_pickle
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other), accumulation)
-    if compute is not None and "forward" in dir(cls):
-        body["forward"] = _cast_inputs(cls, compute)
+    if callable(getattr(cls, "forward", None)):
+        body["forward"] = _forward(cls, compute, accumulation)
     return type(cls.__name__, (cls,), body)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -51,8 +51,10 @@ class ModelState:
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
-        """The parameters' names by id, as of now; stand-ins for what lies elsewhere have them too."""
-        names = names_of(self.model)
+        """The names by id of the parameters that the model has now, those of the first call where they had one then (a
+        module may have moved); stand-ins for what lies elsewhere have them too."""
+        first = self.__dict__.get("ids", {})
+        names = {key: first.get(key, name) for key, name in names_of(self.model).items()}
         for prefix, module in self.model.named_modules():
             for attribute, leaf in module.__dict__.get("_autoshard_absent", {}).items():
                 names.setdefault(id(leaf), f"{prefix}.{attribute}" if prefix else attribute)
@@ -191,6 +193,15 @@ def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             )
 
 
+def _fingerprint(tensor: Tensor) -> tuple[int, int, int]:
+    """Changes with the values, through `.data` too, which leaves the version of a tensor as it is. The hash is an
+    exclusive or, in which equal values cancel; the sum tells those apart."""
+    if not tensor.numel():
+        return tensor.data_ptr(), 0, 0
+    values = tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.data_ptr(), int(torch.hash_tensor(values).view(torch.int64)), int(values.sum(dtype=torch.int64))
+
+
 @contextlib.contextmanager
 def gathered(state: ModelState) -> Iterator[None]:
     """The model has whole, plain parameters, for reading; see `autoshard.gathered`."""
@@ -206,15 +217,17 @@ def gathered(state: ModelState) -> Iterator[None]:
             for place in places:
                 swapped.append((place.module._parameters, place.attribute, shard, full))
                 place.module._parameters[place.attribute] = full
-    versions = [full._version for *_, full in swapped]
+    before = [_fingerprint(full) for *_, full in swapped]
     state.accumulation.gathered = True
     try:
         yield
     finally:
         state.accumulation.gathered = False
+        replaced = [name for parameters, name, _, full in swapped if parameters.get(name) is not full]
         for parameters, name, shard, _ in swapped:
             parameters[name] = shard
-    changed = [name for (_, name, _, full), v in zip(swapped, versions) if full._version != v]
+    written = [name for (_, name, _, full), value in zip(swapped, before) if _fingerprint(full) != value]
+    changed = list(dict.fromkeys(replaced + written))
     if changed:
         raise UnsupportedError(
             f"parameters {changed} were written inside `gathered`; the writes are lost. Write to the shards, "

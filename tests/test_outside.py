@@ -1,0 +1,138 @@
+"""Calls outside of the compiled graph: in pieces where Dynamo breaks, whole inside `gathered`, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+from tests.cluster import Cluster
+from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, sgd
+from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of
+
+
+class Masked(nn.Module):
+    """torch.nn's own encoder asks whether its mask is causal, which breaks the graph inside of torch.nn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 15, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 5), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.encoder(x, mask)).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def in_pieces(zero: int) -> tuple[Distance, float]:
+    torch.manual_seed(0)
+    model = Masked()
+    plain = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+    distance, rank = Distance(), dist.get_rank()
+    for inputs in torch.randn(4, dist.get_world_size(), 2, 6, 8, generator=torch.Generator().manual_seed(5)):
+        compiled(inputs[rank]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        see_gradients(distance, model, plain)
+        distance.see("norm", clipped_step(model, optimizer), clipped_step(plain, reference))
+    see_state(distance, model, plain)
+    return distance, autoshard.report(model).compiled
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_a_frame_that_breaks_inside_torch_trains_in_pieces(two: Cluster, zero: int) -> None:
+    for distance, compiled in two.run(in_pieces, zero):
+        assert distance.worst <= TOLERANCE, distance
+        assert compiled == 1.0
+
+
+def past_the_limit() -> None:
+    """Another graph in every step, until Dynamo compiles no more and would run plain Python."""
+    torch._dynamo.config.recompile_limit = 2
+    _, _, compiled = compiled_pair(config(0))
+    for size in (4, 3, 2, 1):
+        compiled.label = str(size)
+        with torch.autocast("cpu", enabled=size % 2 == 0), torch.set_grad_enabled(size != 3):
+            compiled(torch.ones(size, 8))
+
+
+def called_as_it_was() -> None:
+    """The module itself, not what torch.compile returned."""
+    model, _, compiled = compiled_pair(config(3))
+    compiled(torch.ones(4, 8)).backward()
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+
+
+def trained_as_it_was() -> None:
+    """The same where parameters are whole: nothing would average the gradients."""
+    model, _, compiled = compiled_pair(config(0))
+    compiled(torch.ones(4, 8)).backward()
+    model(torch.ones(4, 8)).backward()
+
+
+@pytest.mark.parametrize("case", [past_the_limit, called_as_it_was, trained_as_it_was])
+def test_what_is_not_compiled_is_refused(two: Cluster, case: Any) -> None:
+    for kind, error in two.answers(case):
+        assert kind == "error" and "was called outside of any compiled graph" in error[1], error
+
+
+def inside_gathered() -> list[float]:
+    """(compiled, as it was): on all processes, then on one alone."""
+    model, plain, compiled = compiled_pair(config(3))
+    x = inputs_of(1)[0, 0]
+    compiled(x).backward()
+    with autoshard.gathered(compiled) as whole, torch.no_grad():
+        found = [compiled(x) - plain(x), whole(x) - plain(x)]
+        if dist.get_rank() == 0:
+            found.append(compiled(2 * x) - plain(2 * x))
+    compiled(x).backward()
+    return [f.item() for f in found]
+
+
+def test_inside_gathered_the_model_is_whole_compiled_or_not(two: Cluster) -> None:
+    for found in two.run(inside_gathered):
+        assert found and all(abs(f) < 1e-6 for f in found)
+
+
+def write_inside(how: str) -> str:
+    model, _, compiled = compiled_pair(config(3))
+    compiled(torch.ones(4, 8)).backward()
+    try:
+        with autoshard.gathered(model), torch.no_grad():
+            if how == "in place":
+                model.up.weight.mul_(2)
+            elif how == "data":
+                model.up.weight.data += 1
+            else:
+                model.up.weight = nn.Parameter(torch.ones(15, 8))
+    except autoshard.AutoshardError as error:
+        return str(error)
+    return "written"
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "replaced"])
+def test_a_write_inside_gathered_is_refused(two: Cluster, how: str) -> None:
+    for text in two.run(write_inside, how):
+        assert "['weight'] were written inside `gathered`" in text
+
+
+def evaluate_alone_first() -> None:
+    """As loops do that evaluate once before they train."""
+    _, _, compiled = compiled_pair(config(3))
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            compiled(torch.ones(4, 8))
+    compiled(torch.ones(4, 8)).backward()
+
+
+def test_evaluation_on_one_process_before_the_first_step_is_refused(two: Cluster) -> None:
+    for kind, error in two.answers(evaluate_alone_first):
+        assert kind == "error" and "came to" in error[1] and "DisagreementError" in error[0], error
