@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+import autoshard
 from tests.cluster import Cluster
 from tests.models import TUNED
-from tests.parity import measure
+from tests.parity import Distance, Trainer, batches_of, clipped_step, measure, rank0_copy, sgd
 from tests.small import TOLERANCE, config, in_full
 
+ALWAYS = {("lora", 3), ("llama_regions", 2), ("resized", 3)}
+ALL = [(name, zero) for name in TUNED for zero in range(4)]
 
-@pytest.mark.parametrize(
-    ("name", "zero"),
-    [("lora", 3), ("llama_regions", 2), ("resized", 3)]
-    + [in_full(name, zero) for name in TUNED for zero in range(4)],
-)
+
+@pytest.mark.parametrize(("name", "zero"), [case if case in ALWAYS else in_full(*case) for case in ALL])
 def test_tuned_models(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(measure, name, config(zero)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def merged() -> Distance:
+    """Adapters become part of the base where they lie, as rows; what was compiled goes on with them."""
+    case, rank, world = TUNED["lora"], dist.get_rank(), dist.get_world_size()
+    model: Any = case.build()
+    reference = Trainer(rank0_copy(model), case, sgd)
+    plain: Any = reference.model
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(3)))
+    optimizer = sgd(p for p in model.parameters() if p.requires_grad)
+    first, second = batches_of(case, world, 2)
+    compiled(**first[rank]).loss.backward()
+    reference.backward(first)
+    clipped_step(model, optimizer)
+    reference.step()
+    ours, theirs = model.merge_and_unload(), plain.merge_and_unload()
+    distance = Distance()
+    for key, value in autoshard.state_dict(ours).items():
+        distance.see("parameter", value, theirs.state_dict()[key])
+    with torch.no_grad():
+        distance.see("loss", compiled(**second[rank]).loss, plain(**second[rank]).loss)
+    return distance
+
+
+@pytest.mark.full
+def test_merged_adapters_are_in_the_base(two: Cluster) -> None:
+    for distance in two.run(merged):
         assert distance.worst <= TOLERANCE, distance
