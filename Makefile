@@ -14,7 +14,7 @@ demo: $(VENV)/ready
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),40MiB)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --durations 25
 
 test-all: $(VENV)/ready
 	$(BIN)/python -m pytest -q --full

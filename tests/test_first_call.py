@@ -198,4 +198,5 @@ def skipped_by_dynamo(name: str) -> str:
 @pytest.mark.parametrize("name", ["lstm", "sequential"])
 def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str) -> None:
     for text in two.run(skipped_by_dynamo, name):
-        assert "torch.compile never gave it a graph" in text
+        says = "is an LSTM: Dynamo leaves it out of every graph" if name == "lstm" else "never gave it a graph"
+        assert says in text

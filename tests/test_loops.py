@@ -16,7 +16,7 @@ import autoshard
 from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, whole
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of, what_is_said
 
 Models = list[Any]
 
@@ -420,5 +420,5 @@ def test_blocks_may_be_compiled_one_by_one(two: Cluster, zero: int, depth: int, 
 def test_blocks_that_would_not_be_compiled_are_named(
     two: Cluster, depth: int, shared: bool, forgotten: int, says: str
 ) -> None:
-    for kind, error in two.answers(block_by_block, 0, depth, shared, forgotten):
-        assert kind == "error" and says in error[1], error
+    for said in two.run(what_is_said, block_by_block, 0, depth, shared, forgotten):
+        assert says in said

@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_module, distribute_tensor
 
 import autoshard
 from tests.cluster import Cluster
-from tests.small import Net, config
+from tests.small import Net, config, what_is_said
 
 
 class MaxNorm(nn.Module):
@@ -105,14 +105,6 @@ CASES: dict[Callable[[], None], str] = {
     list_from_before: "this parameter was sharded by autoshard and is empty now",
     gradient_of_gradients: "does not currently support double backward",
 }
-
-
-def what_is_said(case: Callable[[], None]) -> str:
-    try:
-        case()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
