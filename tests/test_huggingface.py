@@ -75,7 +75,7 @@ def _compare(folder: str, zero: int, resumed_at: int) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize(("zero", "resumed_at"), [(3, 1), in_full(0, 3), in_full(2, 2)])
+@pytest.mark.parametrize(("zero", "resumed_at"), [in_full(3, 1), in_full(0, 3), in_full(2, 2)])
 def test_the_trainer_is_as_with_ddp(two: Cluster, tmp_path: Path, zero: int, resumed_at: int) -> None:
     """Accumulation, clipping, evaluation, checkpoints; resumed at another stage."""
     for distance in two.run(_compare, str(tmp_path), zero, resumed_at):
@@ -135,6 +135,7 @@ def test_accelerate_s_own_sharding_is_refused() -> None:
     _fresh_state()
 
 
+@pytest.mark.full
 def test_the_example_runs(tmp_path: Path) -> None:
     arguments = ["--steps=2", "--batch=1", "--seq=16", "--width=64", "--layers=2", f"--output={tmp_path}"]
     body = f"""

@@ -14,7 +14,7 @@ from tests.models import TUNED
 from tests.parity import Distance, Trainer, batches_of, clipped_step, measure, rank0_copy, sgd
 from tests.small import TOLERANCE, config, in_full
 
-ALWAYS = {("lora", 3), ("resized", 3)}
+ALWAYS = {("lora", 3)}
 ALL = [(name, zero) for name in TUNED for zero in range(4)]
 
 
