@@ -74,6 +74,11 @@ class Backend:
         self._phases = Phases(shown=self.config.verbose and world.rank == 0)
         state = state_of(model)
         if state is None:  # another backend may have had the first call
+            if world.size > 1 and torch_internals.behind_a_break():
+                self._phases.warn(
+                    "the first graph begins behind a graph break: what came before it ran, in this first call, on each "
+                    "process's own values; give all processes the same (torch.manual_seed, one checkpoint)"
+                )
             model, manager = with_family(model), self.manager(world.rank)
             state = FirstCall(self.config, manager, self._phases, model, gm, inputs, world).carry_out()
         state.reporter = self.report

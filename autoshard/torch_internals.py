@@ -34,6 +34,7 @@ __all__ = [
     "OptimizedModule",
     "ThroughDynamo",
     "backend_of",
+    "behind_a_break",
     "compile_with_inductor",
     "compiled_functions_on_the_stack",
     "emit_artifact",
@@ -67,6 +68,11 @@ def restart_trace(reason: str) -> None:
     """
     InstructionTranslator.current_tx().speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def behind_a_break() -> bool:
+    """True if the graph that a backend is given continues a frame whose start ran before. Seen: 2.11, 2.13."""
+    return bool(InstructionTranslator.current_tx().f_code.co_name.startswith("torch_dynamo_resume_in"))
 
 
 def compiled_functions_on_the_stack() -> Iterator[tuple[Any, tuple[Any, ...]]]:

