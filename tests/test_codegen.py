@@ -47,6 +47,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("zero", [in_full(0), in_full(1), in_full(2), 3])
+@pytest.mark.full
 def test_a_warm_start_skips_code_generation(fresh_cache: Path, zero: int) -> None:
     cold, warm = _train(f"zero={zero}"), _train(f"zero={zero}")
     assert all(_of("hits", o).startswith("0 ") for o in cold)
@@ -55,6 +56,7 @@ def test_a_warm_start_skips_code_generation(fresh_cache: Path, zero: int) -> Non
     assert [_of("hits", o) for o in warm] == ["2 misses 0"] * 2
 
 
+@pytest.mark.full
 def test_another_plan_s_code_is_not_run(fresh_cache: Path) -> None:
     totals = set()
     for options in ("zero=2", "zero=3", "zero=2, passes='name_parameters,merge_unshards,lower'"):

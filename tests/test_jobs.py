@@ -68,7 +68,7 @@ def test_rank_0_that_never_comes_is_named() -> None:
     ("codegen", "moment"),
     [
         ("eager", "forward"),
-        ("inductor", "backward"),
+        pytest.param("inductor", "backward", marks=pytest.mark.full),
         pytest.param("eager", "backward", marks=pytest.mark.full),
         pytest.param("inductor", "forward", marks=pytest.mark.full),
     ],
@@ -88,6 +88,7 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
     assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
 
 
+@pytest.mark.full
 def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
     body = """
     step = compiled(timeout=4)
@@ -147,6 +148,7 @@ def test_nothing_half_sharded_goes_on() -> None:
         assert ended.output.count("caught ShardingError sharding Sequential failed half way (MemoryError: no room)") == 2
 
 
+@pytest.mark.full
 def test_a_budget_that_cannot_be_met_is_explained() -> None:
     for ended in launch(2, _steps(options="zero='auto', memory_budget='1KiB'")):
         assert ended.code != 0

@@ -8,6 +8,7 @@ import autoshard
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure
+from tests.small import in_full
 
 TOLERANCE = 1e-4
 STAGES = (0, 1, 2, 3)
@@ -17,8 +18,13 @@ def _config(zero: int, codegen: str) -> autoshard.Config:
     return autoshard.Config(zero=zero, codegen=codegen, replicate_below=0, timeout=60, verbose=False)
 
 
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize("name", CASES)
+LONG_TRACES = ("gpt2", "bert", "vit", "t5")  # at stage 1, which differs from stage 2 in accumulation only, in full alone
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [in_full(name, zero) if name in LONG_TRACES and zero == 1 else (name, zero) for name in CASES for zero in STAGES],
+)
 def test_two_processes(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(measure, name, _config(zero, "eager")):
         assert distance.worst <= TOLERANCE, distance

@@ -129,6 +129,7 @@ def on_two_axes() -> tuple[Distance, str, tuple[int, ...]]:
     return distance, str(parameter.placements), tuple(parameter.to_local().shape)
 
 
+@pytest.mark.full
 def test_shards_over_one_axis_and_replicates_over_the_other(four: Cluster) -> None:
     for distance, placements, rows in four.run(on_two_axes):
         assert distance.worst <= TOLERANCE, distance
