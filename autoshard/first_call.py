@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import sys
@@ -21,6 +20,7 @@ from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
 from autoshard.errors import ShardingError, UnsupportedError
 from autoshard.family import members_of, used_in
+from autoshard.heap import alive
 from autoshard.inventory import Inventory, device_of, names_of, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
@@ -164,8 +164,8 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
 
 def _refuse_ddp_around(model: nn.Module) -> None:
     """DDP would go on reducing the gradients of parameters that are gone."""
-    for outer in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        compiled = members_of(model)
+    compiled = members_of(model)
+    for outer in alive(DistributedDataParallel):
         if outer is not model and any(module is m for module in outer.modules() for m in compiled):
             raise UnsupportedError(
                 f"{type(compiled[0]).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "

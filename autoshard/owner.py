@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from torch import nn
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 from autoshard.family import Family
+from autoshard.heap import alive
 from autoshard.runtime.state import state_of
 
 
@@ -112,8 +112,6 @@ def _root_of(module: nn.Module, wanted: set[int]) -> nn.Module:
     return max(_modules(), key=held) if len(wanted) > 1 else module
 
 
-def _modules() -> Iterator[nn.Module]:
-    """Every module that there is."""
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module) and "_modules" in found.__dict__:
-            yield found
+def _modules() -> list[nn.Module]:
+    """Every module that there is, save those whose `__init__` is not there yet."""
+    return [module for module in alive(nn.Module) if "_modules" in module.__dict__]

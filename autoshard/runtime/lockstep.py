@@ -55,19 +55,17 @@ class Lockstep:
             lambda: bool(store.check([str(r) for r in ranks])),
             self._timeout,
             lambda: self._warn(f"rank {self._world.rank} waits for {missing(store, ranks)} to come to {what}"),
-            lambda: DisagreementError(
-                f"rank {self._world.rank} came to {what} of a sharded model, and {missing(store, ranks)} did not within "
-                f"{self._timeout:g} s. Every process must call it, with as many batches; what one process does alone "
-                "goes inside `with autoshard.gathered(model)`, which all enter"
-            ),
+            lambda: self._apart(what, f"{missing(store, ranks)} did not within {self._timeout:g} s"),
         )
 
     def _compare(self, store: Any, what: str) -> None:
-        for rank in range(self._world.size):
-            theirs = store.get(str(rank)).decode()
-            if theirs != what:
-                raise DisagreementError(
-                    f"rank {self._world.rank} came to {what} of a sharded model, rank {rank} to {theirs}. Every process must "
-                    "call it, with as many batches; what one process does alone goes inside `with "
-                    "autoshard.gathered(model)`, which all enter"
-                )
+        answers = store.multi_get([str(rank) for rank in range(self._world.size)])
+        for rank, answer in enumerate(answers):
+            if answer.decode() != what:
+                raise self._apart(what, f"rank {rank} came to {answer.decode()}")
+
+    def _apart(self, what: str, but: str) -> DisagreementError:
+        return DisagreementError(
+            f"rank {self._world.rank} came to {what} of a sharded model, and {but}. Every process must call it, with as "
+            "many batches; what one process does alone goes inside `with autoshard.gathered(model)`, which all enter"
+        )

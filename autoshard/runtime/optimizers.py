@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from autoshard.errors import UnsupportedError
+from autoshard.heap import alive
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 from autoshard.runtime.shard import full_value
@@ -25,8 +25,7 @@ _NOT_ON_DTENSORS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAda
 def holding(names: dict[int, str]) -> list[Optimizer]:
     """All optimizers in this process that hold one of these parameters (names by id), in an order that does not
     depend on the garbage collector: processes are compared by it."""
-    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-    ours = [o for o in found if any(id(p) in names for g in o.param_groups for p in g["params"])]
+    ours = [o for o in alive(Optimizer) if any(id(p) in names for g in o.param_groups for p in g["params"])]
     return sorted(ours, key=lambda o: json.dumps(describe(o, names)))
 
 
