@@ -14,8 +14,10 @@ from functorch.compile import aot_module_simplified, min_cut_rematerialization_p
 from torch.fx import GraphModule
 
 from autoshard import torch_internals
+from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
+from autoshard.ops.block import DIRECT
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
@@ -35,12 +37,49 @@ class Compilation:
         """A callable with the graph's signature; its backward hangs on what it returns."""
         gm = self.manager.run("traced", gm, self.context)
         with torch_internals.without_autograd_cache():
-            run = self._inductor(gm, inputs) if self.inductor else self._eager(gm, inputs)
-        return _naming_lost_peers(run)
+            blocks = compile_blocks(gm, self._differentiate, self._generate)
+            whole = self.inductor and not blocks  # what is around compiled blocks takes longer to compile than to run
+            run = self._inductor(gm, inputs) if whole else self._eager(gm, inputs)
+        named = _naming_lost_peers(run)
+        named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
+        return named
+
+    def _differentiate(self, block: GraphModule, inputs: list[Any]) -> Halves:
+        """The block's graphs, before code is generated: AOTAutograd alone, as far as Inductor's operators if need be."""
+        found: list[Halves] = []
+
+        def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            graphs.recompute_views(joint)
+            forward, backward = self._cut(joint, joint_inputs, **kwargs)
+            found.append(Halves(forward, backward, kwargs["num_fwd_outputs"]))
+            return forward, backward
+
+        def infer(graph: GraphModule, *_: Any, **kwargs: Any) -> Any:
+            if not found:
+                found.append(Halves(graph, None, len(graph.graph.output_node().args[0])))  # type: ignore[arg-type]
+            return _never_run
+
+        with torch_internals.trace_of_its_own():
+            if self.inductor:
+                patches = {"custom_partitioner_fn": Partitioner(partition, "block")}
+                torch_internals.compile_with_inductor(block, inputs, infer, patches)
+            else:
+                aot_module_simplified(
+                    block, inputs, fw_compiler=infer, partition_fn=partition, keep_inference_input_mutations=True
+                )
+        return found[0]
+
+    def _generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
+        with self.phases.phase(phase, f"a block of {_size(graph)}"):
+            if not self.inductor:
+                return _boxed(graph)
+            return torch_internals.inductor_alone(graph, is_backward=phase == "backward", is_inference=phase == "inference")
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
-        joint = self.manager.run("joint", joint, self.context)
+        return self._cut(self.manager.run("joint", joint, self.context), inputs, **kwargs)
+
+    def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)
@@ -93,6 +132,13 @@ class Compilation:
         return torch_internals.compile_with_inductor(gm, inputs, inner, patches)
 
 
+def _never_run(args: list[Any]) -> Any:
+    raise AssertionError("this graph was only made to be taken apart")
+
+
+_never_run._boxed_call = True  # type: ignore[attr-defined]
+
+
 def _size(gm: GraphModule) -> str:
     return f"{len(gm.graph.nodes)} nodes"
 
@@ -121,10 +167,10 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
 
-    def run(args: list[Any]) -> Any:
-        return torch.fx.Interpreter(gm).boxed_run(args)
+    for node in graphs.calls(gm, *DIRECT):
+        node.target = DIRECT[node.target]
 
-    guarded = _naming_lost_peers(run)
+    guarded = _naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]
     return guarded
 

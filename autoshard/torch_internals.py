@@ -26,6 +26,7 @@ from torch._library.fake_class_registry import (
     FakeScriptObject,  # seen: 2.11, 2.13; an opaque input while tracing
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
+from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "CustomPartitionerFn",
@@ -35,19 +36,25 @@ __all__ = [
     "ThroughDynamo",
     "backend_of",
     "behind_a_break",
+    "boxed",
     "compile_with_inductor",
     "compiled_functions_on_the_stack",
     "emit_artifact",
+    "fake_like",
     "graph_break",
     "has_step_hooks",
+    "inductor_alone",
     "inner_inductor",
     "input_position",
+    "is_view",
     "job_store",
     "original_of",
     "put_random_states_first",
     "recompile_limit",
     "restart_trace",
+    "share_memory",
     "suppressed_errors",
+    "trace_of_its_own",
     "without_autograd_cache",
     "wrap_compiled",
 ]
@@ -181,6 +188,57 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
 
     described = placeholder.meta.get("desc")
     return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def is_view(target: Any) -> bool:
+    """True of an op whose result shares memory with its input. Seen: 2.11, 2.13."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def share_memory(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """True if some result lies in the memory of another, or of one of `others`; fake tensors have memory in this
+    sense too. Seen: 2.11, 2.13."""
+    taken = [t.untyped_storage()._cdata for t in results]
+    return len(set(taken)) < len(taken) or bool(set(taken) & {t.untyped_storage()._cdata for t in others})
+
+
+@contextlib.contextmanager
+def trace_of_its_own() -> Iterator[None]:
+    """Inside a backend: AOTAutograd may compile another graph than the one that Dynamo gave, and tensors made here are
+    fake, of the kind that it needs. Seen: 2.11, 2.13."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        yield
+
+
+def fake_like(example: Any) -> Any:
+    """Inside a backend: a fake tensor for AOTAutograd like one of Dynamo's trace, which has a mode of its own; a size
+    stays as it is. Seen: 2.11, 2.13."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    mode = torch._guards.TracingContext.get().fake_mode
+    assert mode is not None
+    with mode:
+        made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+        return made.requires_grad_(example.requires_grad)
+
+
+def inductor_alone(gm: torch.fx.GraphModule, **kwargs: Any) -> Callable[[list[Any]], Any]:
+    """Inductor's compilation of a graph that stands alone: all its outputs keep the strides of the graph's fake values,
+    where those that one AOTAutograd graph saves for another need not. Seen: 2.11, 2.13."""
+    output = gm.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    return inner_inductor(gm, examples, **kwargs)  # type: ignore[no-any-return]
+
+
+def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The graph as Python code that takes its inputs in a list, which it empties, and lets go of every value after its
+    last use. Seen: 2.11, 2.13."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return gm.forward
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,54 +36,54 @@ def _features(*shape: int) -> Callable[[torch.Generator], Batch]:
     return lambda g: {"x": torch.randn(*shape, generator=g)}
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+        LlamaConfig(hidden_size=32, intermediate_size=44, num_hidden_layers=layers, num_attention_heads=4,
                     num_key_value_heads=2, vocab_size=67, use_cache=False)
     )  # fmt: skip
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 1) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=67, n_positions=32, use_cache=False,
+        GPT2Config(n_embd=32, n_layer=layers, n_head=4, vocab_size=67, n_positions=32, use_cache=False,
                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )  # fmt: skip
 
 
-def bert() -> nn.Module:
+def bert(layers: int = 1) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
-        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=44, vocab_size=67,
+        BertConfig(hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=44, vocab_size=67,
                    max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )  # fmt: skip
 
 
-def vit() -> nn.Module:
+def vit(layers: int = 1) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
-        ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=44, image_size=16,
+        ViTConfig(hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=44, image_size=16,
                   patch_size=8, num_labels=7, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )  # fmt: skip
 
 
-def t5() -> nn.Module:
+def t5(layers: int = 1, feed_forward: str = "relu") -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
-        T5Config(d_model=32, d_kv=8, d_ff=44, num_layers=1, num_heads=4, vocab_size=67, dropout_rate=0.0,
-                 use_cache=False, decoder_start_token_id=0)
+        T5Config(d_model=32, d_kv=8, d_ff=44, num_layers=layers, num_heads=4, vocab_size=67, dropout_rate=0.0,
+                 feed_forward_proj=feed_forward, use_cache=False, decoder_start_token_id=0)
     )  # fmt: skip
 
 
-def llama_regions() -> nn.Module:
+def llama_regions(layers: int = 2) -> nn.Module:
     """Activation checkpointing as Hugging Face does it."""
-    model = llama()
+    model = llama(layers)
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
 
@@ -101,6 +102,27 @@ def resized() -> nn.Module:
     model = gpt2()
     model.resize_token_embeddings(73, mean_resizing=False)  # type: ignore[operator]
     return model
+
+
+class Residual(nn.Module):
+    """A block of a residual network; its BatchNorm changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*(Residual() for _ in range(3))), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.head(self.blocks(x).mean((2, 3)))
+        return y, y.pow(2).mean()
 
 
 class ConvNet(nn.Module):
@@ -175,4 +197,13 @@ TUNED = {
     "llama_regions": Case(llama_regions, _tokens(67)),
     "lora": Case(lora, _tokens(67)),
     "resized": Case(resized, _tokens(73)),
+}
+
+# With blocks that repeat: not in the matrix.
+DEEP = {
+    **{f"{build.__name__}_deep": Case(functools.partial(build, 3), _tokens(67)) for build in (llama, llama_regions, gpt2, bert)},
+    # Smooth: where a relu's input is zero but for rounding, the gradient is one thing or another.
+    "t5_deep": Case(functools.partial(t5, 3, "gated-gelu"), _tokens(67)),
+    "vit_deep": Case(functools.partial(vit, 3), CASES["vit"].batch),
+    "resnet": Case(ResNet, CASES["conv"].batch, CASES["conv"].loss),
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from tests.models import CASES, TUNED, Batch, Case
+from tests.models import CASES, DEEP, TUNED, Batch, Case
 
 STEPS = 10
 
@@ -123,7 +123,7 @@ def measure(
     steps: int = STEPS,
 ) -> Distance:
     """How far the sharded training of a case is from the unsharded one after `steps` steps."""
-    case = (CASES | TUNED)[name]
+    case = (CASES | TUNED | DEEP)[name]
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # other parameters on each process: rank 0's must win
     model = case.build()

@@ -231,3 +231,38 @@ def test_what_comes_after_the_recompile_limit_is_not_compiled() -> None:
     for n in range(torch_internals.recompile_limit() + 3):
         compiled(torch.ones(2), n)
     assert len(graphs) == torch_internals.recompile_limit()
+
+
+def test_is_view_tells_views_from_copies_and_writes() -> None:
+    aten = torch.ops.aten
+    assert torch_internals.is_view(aten.t.default)
+    assert not any(torch_internals.is_view(op) for op in (aten.add.Tensor, aten.add_.Tensor, len))
+
+
+def test_share_memory_sees_views() -> None:
+    x, y = torch.ones(2, 2), torch.ones(2, 2)
+    assert torch_internals.share_memory([x.t()], [x]) and torch_internals.share_memory([x, x[0]], [])
+    assert not torch_internals.share_memory([x], [y])
+
+
+def test_fake_like_and_a_trace_of_its_own_serve_a_graph_inside_a_backend() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        examples = [torch_internals.fake_like(n.meta["example_value"]) for n in gm.graph.find_nodes(op="placeholder")]
+        with torch_internals.trace_of_its_own():
+            aot_module_simplified(gm, examples, fw_compiler=lambda graph, _: found.append(graph) or make_boxed_func(graph))
+        return gm
+
+    assert torch.compile(lambda x: x.permute(1, 0) + 1, backend=backend)(torch.ones(2, 3)).shape == (3, 2)
+    (graph,) = found
+    run: Any = torch_internals.inductor_alone(graph, is_inference=True)
+    (out,) = run([torch.ones(2, 3)])
+    assert out.stride() == graph.graph.output_node().args[0][0].meta["val"].stride()
+
+
+def test_boxed_code_empties_the_list_of_inputs() -> None:
+    gm = torch.fx.symbolic_trace(lambda x, y: x + y)
+    given = [torch.ones(2), torch.ones(2)]
+    assert torch_internals.boxed(gm)(given).tolist() == [2, 2]
+    assert given == []

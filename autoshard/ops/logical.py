@@ -199,3 +199,10 @@ DEFINITIONS: dict[Any, Callable[..., Any]] = {
     _ops.hold.default: lambda full, holder: full,
     _ops.add_held.default: lambda full, held: full,
 }
+# Where each op has the names of its parameters.
+NAMES: dict[Any, int] = {
+    _ops.unshard.default: 3,
+    _ops.reduce_grad.default: 4,
+    _ops.unshard_bucket.default: 1,
+    _ops.reduce_bucket.default: 1,
+}

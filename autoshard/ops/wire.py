@@ -67,7 +67,7 @@ def unpack_full(gathered: Tensor, full: Sequence[Shape], layout: Layout) -> list
         if len(shape) == 1 and not piece.is_contiguous():
             out.append(_vector(piece, shape[0]))
         else:
-            rows = piece.reshape(len(layout.holders) * chunk[0], *shape[1:])
+            rows = piece.reshape(len(layout.holders) * chunk[0], *shape[1:]).contiguous()  # one row each makes a view
             out.append(rows[: shape[0]] if shape[0] < rows.shape[0] else rows)
     return out
 

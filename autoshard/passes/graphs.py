@@ -9,7 +9,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
+from autoshard import torch_internals
 from autoshard.ops import logical
 
 UNSHARD = torch.ops.autoshard.unshard.default
@@ -89,13 +91,18 @@ def _fake_mode(nodes: Iterable[Node]) -> Any:
     raise AssertionError("a graph without fake values")
 
 
-def inline(gm: GraphModule, node: Node, define: Callable[..., Any]) -> list[Node] | Node:
-    """Replaces a call by the ops that `define` makes of its arguments; returns what took its place.
+def recompute_views(joint: GraphModule) -> None:
+    """Tags the views of a joint graph, so that none is saved beside what it is a view of."""
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and torch_internals.is_view(node.target):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
-    Only tensor arguments become inputs of the traced function; the rest are constants of it.
-    """
+
+def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
+    """The ops that `define` makes of a call's arguments. Only tensors become inputs of the traced function; the rest are
+    constants of it."""
     flat, spec = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
-    tensors = [a for a in flat if isinstance(a, Node)]
+    tensors = _tensors(node)
 
     def on_tensors(*values: torch.Tensor) -> Any:
         given = iter(values)
@@ -103,9 +110,39 @@ def inline(gm: GraphModule, node: Node, define: Callable[..., Any]) -> list[Node
         args, kwargs = torch.utils._pytree.tree_unflatten(filled, spec)
         return define(*args, **kwargs)
 
-    with _fake_mode(tensors or gm.graph.nodes):
-        traced = make_fx(on_tensors)(*(example(t) for t in tensors))
-    traced.graph.eliminate_dead_code()
+    with _fake_mode(tensors or node.graph.nodes):
+        made = make_fx(on_tensors)(*(example(t) for t in tensors))
+    made.graph.eliminate_dead_code()
+    return made
+
+
+def inline(gm: GraphModule, node: Node, ops: GraphModule) -> list[Node] | Node:
+    """Puts the ops, traced of this call or one like it, in front of it; returns what takes its place."""
     with gm.graph.inserting_before(node):
-        inputs = traced.graph.find_nodes(op="placeholder")
-        return gm.graph.graph_copy(traced.graph, dict(zip(inputs, tensors)))  # type: ignore[return-value]
+        inputs = dict(zip(ops.graph.find_nodes(op="placeholder"), _tensors(node)))
+        return gm.graph.graph_copy(ops.graph, inputs)  # type: ignore[return-value]
+
+
+def described(value: Any) -> str:
+    """Shape, strides, dtype and device of a tensor: all of its value that code depends on."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device} {value.requires_grad}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(described, value))
+    return str(value)
+
+
+def arguments_text(arguments: Any, of: Callable[[Node], str]) -> str:
+    """A call's arguments as text, each node as `of` has it."""
+    return str(map_arg(arguments, lambda node: _Text(of(node))))
+
+
+class _Text(str):
+    """A text that stands without quotes in the text of a tuple."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [a for a in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]

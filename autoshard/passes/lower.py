@@ -22,9 +22,21 @@ class Lower:
     bitwise: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        ops: dict[str, GraphModule] = {}  # blocks have buckets alike, and a trace takes a tenth of a second
         for node in graphs.calls(gm, *graphs.LOGICAL):
-            _replace(gm, node, graphs.inline(gm, node, logical.DEFINITIONS[node.target]))
+            key = _key(node)
+            if key not in ops:
+                ops[key] = graphs.traced(node, logical.DEFINITIONS[node.target])
+            _replace(gm, node, graphs.inline(gm, node, ops[key]))
         return gm
+
+
+def _key(node: Node) -> str:
+    """Equal for calls that mean the same ops: all but the parameters' names, and which tensors these are."""
+    args = list(node.args)
+    if node.target in logical.NAMES:
+        args[logical.NAMES[node.target]] = None
+    return f"{node.target} {graphs.arguments_text((args, node.kwargs), lambda n: graphs.described(graphs.example(n)))}"
 
 
 def _replace(gm: GraphModule, node: Node, by: Node | list[Node]) -> None:

@@ -14,16 +14,19 @@ from autoshard.passes.hoist_unshards import HoistUnshards
 from autoshard.passes.lower import Lower
 from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
+from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.overlap import Overlap
 from autoshard.passes.regather import Regather
 from autoshard.passes.sync_buffers import SyncBuffers
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
-    for p in (HoistUnshards, NameParameters, MergeUnshards, SyncBuffers, Regather, Bucket, Lower, Overlap)
+    for p in (
+        HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Bucket, Lower, Overlap
+    )
 }
 
-DEFAULT = "hoist_unshards,name_parameters,merge_unshards,sync_buffers,regather,bucket,lower,overlap"
+DEFAULT = "hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,bucket,lower,overlap"
 
 
 def parse(spec: str) -> tuple[Pass, ...]:

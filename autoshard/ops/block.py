@@ -1,0 +1,128 @@
+"""`autoshard::block`: a block of a model that was compiled once and is called many times, as one op of the graph.
+
+[Note: Blocks as ops] A model's repeated blocks have the same graph. Each such graph is differentiated, partitioned and
+compiled once; what calls it is `block`, whose gradient is `block_backward`. So the graph around them, on which
+communication is planned, stays small, and compiling takes as long for 80 blocks as for two. `block` gives the block's
+own results and behind them what its backward needs; what of that is an input of the block is not among its results,
+so that a gathered parameter can still be dropped and gathered again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Value:
+    """Where backward finds a tensor or a size. kind: an input tensor or an output of the block, one of its sizes, or
+    dimension `dim` of a saved tensor or of a tangent."""
+
+    kind: Literal["input", "output", "size", "saved", "tangent"]
+    index: int
+    dim: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block that was compiled.
+
+    forward(tensors and sizes in the order of `inputs`) gives `outputs`; the first `results` are the block's own.
+    backward(sizes, saved, tangents) gives one gradient for each of `gradients`, positions among the input tensors.
+    `sizes` and `saved` say where its arguments come from, `tangents` of which results. None: never differentiated.
+    outputs: fake tensors, as are `gradient_examples`.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Tensor, ...]
+    results: int
+    forward: Callable[[list[Any]], Sequence[Tensor]]
+    backward: Callable[[list[Any]], Sequence[Tensor]] | None = None
+    sizes: tuple[Value, ...] = ()
+    saved: tuple[Value, ...] = ()
+    tangents: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    gradient_examples: tuple[Tensor, ...] = field(default=())
+
+
+_blocks: weakref.WeakValueDictionary[str, Block] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(name: str, block: Block) -> str:
+    """Makes a block known, for as long as somebody holds it; the key that graphs name it by. Never an older block's: its
+    code may hold only for the sizes that another trace assumed."""
+    key = f"{name}.{next(_numbers)}"
+    _blocks[key] = block
+    return key
+
+
+def run_block(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: int) -> list[Tensor]:
+    """What the block of this key computes from its input tensors and sizes, and what its backward needs of it.
+    call: another number for each, since two calls with the same inputs may draw other random numbers."""
+    made = _blocks[key]
+    given = {"input": tensors, "size": sizes}
+    return list(made.forward([given[v.kind][v.index] for v in made.inputs]))
+
+
+def run_backward(
+    saved: Sequence[Tensor], tangents: Sequence[Tensor], sizes: Sequence[int], key: str
+) -> list[Tensor]:
+    """The gradients of a block's inputs, those that it has."""
+    run = _blocks[key].backward
+    assert run is not None
+    return list(run([*sizes, *saved, *tangents]))
+
+
+block = torch.library.custom_op("autoshard::block", run_block, mutates_args=())
+block_backward = torch.library.custom_op("autoshard::block_backward", run_backward, mutates_args=())
+
+# Graphs that are run op by op call these instead: torch's dispatcher takes longer than some blocks do.
+DIRECT: dict[Any, Callable[..., list[Tensor]]] = {
+    torch.ops.autoshard.block.default: run_block,
+    torch.ops.autoshard.block_backward.default: run_backward,
+}
+
+
+@block.register_fake
+def _(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: int) -> list[Tensor]:
+    return [_like(t) for t in _blocks[key].outputs]
+
+
+@block_backward.register_fake
+def _(saved: Sequence[Tensor], tangents: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
+    return [_like(t) for t in _blocks[key].gradient_examples]
+
+
+def _like(example: Tensor) -> Tensor:
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.sizes, ctx.key, _ = inputs
+    made = _blocks[ctx.key]
+    ctx.count = len(tensors)
+    given = {"input": tensors, "output": output}
+    ctx.save_for_backward(*(given[v.kind][v.index] for v in made.saved))
+    ctx.mark_non_differentiable(*(t for i, t in enumerate(output) if i not in made.tangents))
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    made, saved = _blocks[ctx.key], ctx.saved_tensors
+    tangents = [grads[i].contiguous() for i in made.tangents]
+    sources = {"saved": saved, "tangent": tangents}
+    sizes = [ctx.sizes[v.index] if v.kind == "size" else sources[v.kind][v.index].shape[v.dim] for v in made.sizes]
+    found = torch.ops.autoshard.block_backward(saved, tangents, sizes, ctx.key)
+    out: list[Tensor | None] = [None] * ctx.count
+    for position, gradient in zip(made.gradients, found):
+        out[position] = gradient
+    return out, None if ctx.sizes else [], None, None  # torch takes an empty list for one of tensors
+
+
+block.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,232 @@
+"""Rewrite: blocks of the model that repeat become calls of one graph each, which is then compiled once.
+
+[Note: Alike blocks] Blocks are modules under a number ("layers.3"), as for parameter groups. Two are alike if their
+operations, constants and the shapes, strides and dtypes of all values are the same; which parameters they take does not
+matter. Unshards stay outside, where communication is planned. What cannot be told apart from its surroundings (foreign
+operations between a block's own, numbers that are neither constants nor sizes) stays as it is. Where blocks are
+outlined, what is before, between and after them becomes graphs of its own too, if it uses parameters: an embedding, a
+head with its loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+from autoshard.passes.group_parameters import block_of
+
+PREFIX = "block_"
+PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.ADD_HELD)
+
+
+@dataclass(frozen=True)
+class OutlineBlocks:
+    """least: how many blocks must be alike."""
+
+    least: int = 8
+
+    name: ClassVar[str] = "outline_blocks"
+    stage: ClassVar[Stage] = "traced"
+    requires: ClassVar[frozenset[str]] = frozenset({"merged"})
+    provides: ClassVar[frozenset[str]] = frozenset({"blocks"})
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        alike: dict[str, list[Run]] = defaultdict(list)
+        for run in _runs(gm):
+            if run.closed:
+                alike[run.key].append(run)
+        repeated = [runs for runs in alike.values() if len(runs) >= self.least]
+        for runs in repeated:
+            _outline(gm, runs)
+        for run in _stretches(gm) if repeated else ():
+            if run.closed and run.uses_parameters(context):
+                _outline(gm, [run])
+        return gm
+
+
+def is_block(node: Node) -> bool:
+    """Whether a node calls a graph that was outlined."""
+    return node.op == "call_module" and str(node.target).startswith(PREFIX)
+
+
+def _outline(gm: GraphModule, runs: list[Run]) -> None:
+    name = PREFIX + runs[0].key
+    gm.add_submodule(name, runs[0].outlined())
+    for run in runs:
+        run.replace_by_call(name)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Nodes that follow each other, without others between them."""
+
+    gm: GraphModule
+    nodes: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """What the block takes, in order of first use."""
+        inside = set(self.nodes)
+        return tuple(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside))
+
+    @property
+    def outputs(self) -> tuple[Node, ...]:
+        """What is used outside of it."""
+        inside = set(self.nodes)
+        return tuple(n for n in self.nodes if any(user not in inside for user in n.users))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is a function of tensors and sizes that gives tensors."""
+        values = [_value(n) for n in self.inputs]
+        results = [_value(n) for n in self.outputs]
+        given = all(isinstance(v, (Tensor, torch.SymInt)) for v in values)
+        return bool(results) and given and all(isinstance(v, Tensor) for v in results) and not any(map(_sets_mode, self.nodes))
+
+    def uses_parameters(self, context: Context) -> bool:
+        """Whether it takes whole parameters."""
+        places = {n: i for i, n in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
+        return any(graphs.is_call(n, *PARAMETERS) or places.get(n) in context.parameters for n in self.inputs)
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for blocks that are alike."""
+        text = _text(self.gm, self.inputs, self.nodes, self.outputs)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def outlined(self) -> GraphModule:
+        """The block as a graph of its own."""
+        graph, copies = Graph(), dict[Node, Node]()
+        for n in self.inputs:
+            copies[n] = graph.placeholder(n.name)
+            copies[n].meta.update(n.meta)
+        for n in self.nodes:
+            copies[n] = graph.node_copy(n, copies.__getitem__)
+        graph.output(tuple(copies[n] for n in self.outputs))
+        return GraphModule(self.gm, graph)
+
+    def replace_by_call(self, name: str) -> None:
+        """Puts a call of the submodule `name` in the place of the nodes."""
+        outputs = self.outputs
+        with self.gm.graph.inserting_before(self.nodes[0]):
+            call = self.gm.graph.call_module(name, self.inputs)
+            call.meta["example_value"] = tuple(_value(n) for n in outputs)
+            items = [self.gm.graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
+        for node, item in zip(outputs, items):
+            item.meta.update(node.meta)
+            node.replace_all_uses_with(item)
+        for node in reversed(self.nodes):
+            self.gm.graph.erase_node(node)
+
+
+def _text(gm: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node]) -> str:
+    """A graph in words, the same for all that compute the same."""
+    number = {n: i for i, n in enumerate((*inputs, *nodes))}
+    lines = [graphs.described(_value(n)) for n in inputs]
+    for n in nodes:
+        arguments = graphs.arguments_text((n.args, n.kwargs), lambda a: f"%{number[a]}")
+        lines.append(f"{n.op} {_target(gm, n)} {arguments} {graphs.described(_value(n))}")
+    return "\n".join([*lines, str([number[n] for n in outputs])])
+
+
+def _target(gm: GraphModule, node: Node) -> str:
+    """What a node calls; for a region (of activation checkpointing), what is in it."""
+    if node.op == "get_attr":
+        region = gm.get_submodule(str(node.target))
+        assert isinstance(region, GraphModule)
+        *inside, output = region.graph.nodes
+        inputs = [n for n in inside if n.op == "placeholder"]
+        return _text(region, inputs, [n for n in inside if n not in inputs], output.all_input_nodes)
+    target = node.target
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+def _sets_mode(node: Node) -> bool:
+    """Whether this is a call for its effect, such as one that turns gradients off."""
+    return node.op != "get_attr" and _value(node) is None
+
+
+def _runs(gm: GraphModule) -> Iterator[Run]:
+    """The blocks whose nodes follow each other, once unshards are put in front of them."""
+    blocks: dict[str, list[Node]] = defaultdict(list)
+    last, broken, unshards = None, set[str](), _unshards(gm)
+    for node in list(gm.graph.nodes):
+        if node.op in ("placeholder", "output") or node in unshards:
+            continue
+        block = _block(gm, node)
+        if block is not None:
+            if blocks[block] and block != last:
+                broken.add(block)
+            blocks[block].append(node)
+        last = block
+    for block, nodes in blocks.items():
+        if block not in broken:
+            _move_out(nodes)
+            yield Run(gm, tuple(nodes))
+
+
+def _stretches(gm: GraphModule) -> Iterator[Run]:
+    """What lies between outlined blocks and calls that change a mode."""
+    nodes: list[Node] = []
+    apart = _unshards(gm)
+    for node in list(gm.graph.nodes):
+        if node.op == "placeholder" or node in apart:
+            continue
+        taken = is_block(node) or any(is_block(a) for a in node.all_input_nodes)
+        if taken or node.op in ("get_attr", "output") or _value(node) is None:
+            if nodes:
+                _move_out(nodes)
+                yield Run(gm, tuple(nodes))
+            nodes = []
+        else:
+            nodes.append(node)
+
+
+def _move_out(nodes: list[Node]) -> None:
+    """Moves what stands between the nodes (unshards, whose inputs are the graph's) in front of them."""
+    inside, node = set(nodes), nodes[0]
+    while node is not nodes[-1]:
+        following = node.next
+        if node not in inside:
+            nodes[0].prepend(node)
+        node = following
+
+
+def _unshards(gm: GraphModule) -> set[Node]:
+    """What makes whole parameters of the graph's inputs."""
+    found = set(graphs.calls(gm, *PARAMETERS))
+    todo = list(found)
+    while todo:
+        sources = [n for n in todo.pop().all_input_nodes if n.op != "placeholder" and found.issuperset(n.users)]
+        found.update(sources)
+        todo.extend(sources)
+    return found
+
+
+def _block(gm: GraphModule, node: Node) -> str | None:
+    """The block that a node belongs to; a region belongs to that of its last operation."""
+    if node.op == "get_attr":
+        region = gm.get_submodule(str(node.target)) if node.meta.get("example_value") is None else None
+        inside = [n for n in region.graph.nodes if n.op.startswith("call_")] if isinstance(region, GraphModule) else []
+        return _block(region, inside[-1]) if inside else None  # type: ignore[arg-type]
+    called = [a for a in node.all_input_nodes if a.op == "get_attr"]
+    if called:
+        return _block(gm, called[0])
+    stack = node.meta.get("nn_module_stack") or {}
+    return block_of(f"{list(stack.values())[-1][0]}.") if stack else None
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value")

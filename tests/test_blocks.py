@@ -1,0 +1,174 @@
+"""Blocks that repeat are compiled once: which are found alike, and that results stay those of the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.passes import outline_blocks, registry
+from tests.cluster import Cluster
+from tests.models import DEEP
+from tests.parity import measure
+from tests.small import TOLERANCE, in_full
+
+PASSES = registry.DEFAULT.replace("outline_blocks", "outline_blocks{least=2}")
+
+
+def _config(zero: int, codegen: str) -> autoshard.Config:
+    return autoshard.Config(
+        zero=zero, codegen=codegen, replicate_below=0, timeout=60, verbose=False, passes=PASSES
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(x)) + x
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def _outlined(model: nn.Module, *inputs: Tensor) -> list[int]:
+    """The modules that the first graph calls once its blocks are outlined, each by the number of its first call."""
+    called: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        plan = autoshard.plan(nn.Linear(2, 2), torch.ones(2, 2))
+        pipeline = registry.parse("name_parameters,merge_unshards,outline_blocks{least=2}")
+        parameters = {i: str(n) for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if "parameters" in str(n)}
+        gm = pipeline[-1].run(gm, outline_blocks.Context(plan=plan, parameters=parameters))
+        gm.graph.lint()
+        gm.recompile()
+        called.extend(str(n.target) for n in gm.graph.nodes if outline_blocks.is_block(n))
+        return gm
+
+    torch.compiler.reset()  # a float that changes between models would become an input
+    expected = model(*inputs)
+    actual = torch.compile(model, backend=backend)(*inputs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    names = list(dict.fromkeys(called))
+    return [names.index(name) for name in called]
+
+
+def test_alike_blocks_are_one_graph_and_what_is_before_them_another() -> None:
+    assert _outlined(Stack([Block(), Block(), Block()]), torch.randn(4, 8)) == [0, 1, 1, 1]
+
+
+def test_blocks_that_differ_in_a_constant_are_not_alike() -> None:
+    class Scaled(Block):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * super().forward(x)
+
+    assert _outlined(Stack([Scaled(1.5), Scaled(2.5)]), torch.randn(4, 8)) == []
+    assert _outlined(Stack([Scaled(1.5), Scaled(1.5), Scaled(2.5)]), torch.randn(4, 8)) == [0, 1, 1, 2]
+
+
+def test_blocks_with_others_between_their_own_operations_stay() -> None:
+    class Interleaved(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.blocks
+            return (b.line(torch.tanh(a.line(x))) + a.line(x)).sum()  # a, b, a
+
+    assert _outlined(Interleaved([Block(), Block()]), torch.randn(4, 8)) == []
+
+
+class Turned(Block):
+    """Sizes of the batch enter its operations, and are needed in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, width = x.shape
+        y = self.line(x).view(batch, 2, width // 2).transpose(1, 2)
+        return x + torch.softmax(y, 1).reshape(batch, width) / batch
+
+
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+def test_one_graph_serves_batches_of_all_sizes(codegen: str) -> None:
+    torch.compiler.reset()
+    model = Stack([Turned() for _ in range(3)])
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=autoshard.backend(_config(0, codegen)))
+    for batch in (4, 5, 9):
+        x = torch.randn(batch, 8)
+        compiled(x).backward()
+        plain(x).backward()
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    history = autoshard.report(compiled).passes
+    assert sum(run.name == "outline_blocks" for run in history) == 2, "static, then dynamic"
+
+
+def test_random_numbers_are_those_of_the_plain_model() -> None:
+    torch.compiler.reset()
+    model = Stack([nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(3)])
+    compiled = torch.compile(model, backend=autoshard.backend(_config(0, "eager")))
+    x = torch.randn(4, 8)
+    losses = []
+    for module in (model, compiled):
+        torch.manual_seed(5)
+        losses.append(module(x))
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+
+
+def test_a_model_outlives_another_with_blocks_like_its_own() -> None:
+    torch.compiler.reset()
+    x = torch.randn(4, 8)
+    kept, gone = (Stack([Block(), Block()]) for _ in range(2))
+    compiled, other = (torch.compile(m, backend=autoshard.backend(_config(0, "eager"))) for m in (kept, gone))
+    assert [compiled(x), other(x)] == [kept(x), gone(x)]
+    del gone, other
+    gc.collect()
+    assert compiled(x) == kept(x)
+
+
+def test_a_block_that_gives_a_view_of_its_input_stays_in_the_graph() -> None:
+    """An op's results must be new tensors."""
+
+    class Flip(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t()
+
+    torch.compiler.reset()
+    model = Stack([Flip(), Flip(), Flip()])
+    compiled = torch.compile(model, backend=autoshard.backend(_config(0, "eager")))
+    x = torch.randn(8, 8)
+    assert compiled(x) == model(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [(n, 3) for n in ("llama_deep", "llama_regions_deep", "resnet")]
+    + [in_full(n, 3) for n in ("gpt2_deep", "bert_deep", "t5_deep", "vit_deep")]
+    + [in_full("llama_deep", zero) for zero in (0, 1, 2)],
+)
+def test_parity(two: Cluster, name: str, zero: int) -> None:
+    for distance in two.run(measure, name, _config(zero, "eager")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize("name", ["llama_deep", *(in_full(n) for n in DEEP if n != "llama_deep")])
+def test_parity_on_inductor(two: Cluster, name: str) -> None:
+    for distance in two.run(measure, name, _config(3, "inductor")):
+        assert distance.worst <= TOLERANCE, distance
