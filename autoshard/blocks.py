@@ -34,34 +34,40 @@ Generate = Callable[[GraphModule, Phase], Callable[[list[Any]], Any]]
 def compile_blocks(gm: GraphModule, differentiate: Differentiate, generate: Generate) -> list[Block]:
     """Every outlined block compiled, its calls made calls of `autoshard::block`; the graph works as long as somebody
     holds the list. A block that no op can stand for (it changes an input, or its results lie in the memory of others)
-    stays a module, which a trace goes through."""
+    stays a module, which a trace goes through; if it is one that repeats, all stay."""
     calls: dict[str, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if is_block(node):
             calls[str(node.target)].append(node)
-    blocks = []
-    for name, nodes in calls.items():
-        body = gm.get_submodule(name)
-        assert isinstance(body, GraphModule)
-        made = _compiled(body, differentiate, generate)
-        if made is not None:
-            blocks.append(made)
-            key = register(name, made)
-            for i, node in enumerate(nodes):
-                _call_op(gm, node, made, key, i)
-            delattr(gm, name)
+    made = {}
+    for name in sorted(calls, key=lambda name: -len(calls[name])):
+        block = _compiled(_body(gm, name), differentiate, generate)
+        if block is not None:
+            made[name] = block
+        elif len(calls[name]) > 1:
+            return []
+    for name, block in made.items():
+        _call_ops(gm, calls[name], block, register(name, block))
+        delattr(gm, name)
     gm.recompile()
-    return blocks
+    return list(made.values())
 
 
-def _call_op(gm: GraphModule, node: Node, block: Block, key: str, number: int) -> None:
-    tensors = [a for a, v in zip(node.args, block.inputs) if v.kind == "input"]
-    sizes = [a for a, v in zip(node.args, block.inputs) if v.kind == "size"]
-    with gm.graph.inserting_before(node):
-        call = gm.graph.call_function(torch.ops.autoshard.block.default, (tensors, sizes, key, number))
-    call.meta.update(node.meta)
-    node.replace_all_uses_with(call)
-    gm.graph.erase_node(node)
+def _body(gm: GraphModule, name: str) -> GraphModule:
+    body = gm.get_submodule(name)
+    assert isinstance(body, GraphModule)
+    return body
+
+
+def _call_ops(gm: GraphModule, nodes: list[Node], block: Block, key: str) -> None:
+    for number, node in enumerate(nodes):
+        tensors = [a for a, v in zip(node.args, block.inputs) if v.kind == "input"]
+        sizes = [a for a, v in zip(node.args, block.inputs) if v.kind == "size"]
+        with gm.graph.inserting_before(node):
+            call = gm.graph.call_function(torch.ops.autoshard.block.default, (tensors, sizes, key, number))
+        call.meta.update(node.meta)
+        node.replace_all_uses_with(call)
+        gm.graph.erase_node(node)
 
 
 def _compiled(body: GraphModule, differentiate: Differentiate, generate: Generate) -> Block | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.passes import outline_blocks, registry
 from tests.cluster import Cluster
-from tests.models import DEEP
+from tests.models import DEEP, ResNet
 from tests.parity import measure
 from tests.small import TOLERANCE, in_full
 
@@ -92,6 +92,18 @@ def test_blocks_with_others_between_their_own_operations_stay() -> None:
             return (b.line(torch.tanh(a.line(x))) + a.line(x)).sum()  # a, b, a
 
     assert _outlined(Interleaved([Block(), Block()]), torch.randn(4, 8)) == []
+
+
+def test_blocks_that_change_buffers_stay() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = ResNet()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)[1]
+
+    assert _outlined(Mean(), torch.randn(2, 3, 6, 6)) == []
 
 
 class Turned(Block):

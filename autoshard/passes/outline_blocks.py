@@ -90,10 +90,9 @@ class Run:
     @property
     def closed(self) -> bool:
         """Whether it is a function of tensors and sizes that gives tensors."""
-        values = [_value(n) for n in self.inputs]
         results = [_value(n) for n in self.outputs]
-        given = all(isinstance(v, (Tensor, torch.SymInt)) for v in values)
-        return bool(results) and given and all(isinstance(v, Tensor) for v in results) and not any(map(_sets_mode, self.nodes))
+        gives = bool(results) and all(isinstance(v, Tensor) for v in results)
+        return gives and all(map(_can_be_given, self.inputs)) and not any(map(_sets_mode, self.nodes))
 
     def uses_parameters(self, context: Context) -> bool:
         """Whether it takes whole parameters."""
@@ -151,6 +150,13 @@ def _target(gm: GraphModule, node: Node) -> str:
         return _text(region, inputs, [n for n in inside if n not in inputs], output.all_input_nodes)
     target = node.target
     return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+def _can_be_given(node: Node) -> bool:
+    """Whether a block may take this: a size, or a tensor unless it is one that forward changes (BatchNorm's buffers)."""
+    value = _value(node)
+    written = node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0
+    return isinstance(value, (Tensor, torch.SymInt)) and not written
 
 
 def _sets_mode(node: Node) -> bool:
