@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,28 @@ def test_random_numbers_are_those_of_the_plain_model() -> None:
         losses.append(module(x))
         losses[-1].backward()
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("mode", [torch.autocast("cpu", torch.bfloat16), torch.no_grad()], ids=["autocast", "no_grad"])
+def test_blocks_in_a_mode_that_forward_sets_stay_in_the_graph(mode: Any) -> None:
+    class Within(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with mode:
+                y = super().forward(x)
+            return y + self.first(x).sum()
+
+    torch.compiler.reset()
+    model = Within([Block(), Block()])
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=autoshard.backend(_config(0, "eager")))
+    x = torch.randn(4, 8)
+    losses = [compiled(x), plain(x)]
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_a_model_outlives_another_with_blocks_like_its_own() -> None:

@@ -142,9 +142,8 @@ def _text(gm: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], output
 
 def _target(gm: GraphModule, node: Node) -> str:
     """What a node calls; for a region (of activation checkpointing), what is in it."""
-    if node.op == "get_attr":
-        region = gm.get_submodule(str(node.target))
-        assert isinstance(region, GraphModule)
+    region = _region(gm, node)
+    if region is not None:
         *inside, output = region.graph.nodes
         inputs = [n for n in inside if n.op == "placeholder"]
         return _text(region, inputs, [n for n in inside if n not in inputs], output.all_input_nodes)
@@ -152,11 +151,29 @@ def _target(gm: GraphModule, node: Node) -> str:
     return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
+def _region(gm: GraphModule, node: Node) -> GraphModule | None:
+    """The graph that a get_attr node names, if it names one."""
+    found = dict(gm.named_modules()).get(str(node.target)) if node.op == "get_attr" else None
+    return found if isinstance(found, GraphModule) else None
+
+
 def _can_be_given(node: Node) -> bool:
     """Whether a block may take this: a size, or a tensor unless it is one that forward changes (BatchNorm's buffers)."""
     value = _value(node)
     written = node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0
     return isinstance(value, (Tensor, torch.SymInt)) and not written
+
+
+def _in_another_mode(gm: GraphModule) -> set[Node]:
+    """What runs under an autocast that the graph enters, or with gradients switched: a block's own trace would not know."""
+    found, entered, gradients = set(), 0, torch.is_grad_enabled()
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        entered += (name == "_enter_autocast") - (name == "_exit_autocast")
+        gradients = node.args[0] if name == "_set_grad_enabled" else gradients
+        if entered or gradients is not torch.is_grad_enabled():
+            found.add(node)
+    return found
 
 
 def _sets_mode(node: Node) -> bool:
@@ -167,13 +184,14 @@ def _sets_mode(node: Node) -> bool:
 def _runs(gm: GraphModule) -> Iterator[Run]:
     """The blocks whose nodes follow each other, once unshards are put in front of them."""
     blocks: dict[str, list[Node]] = defaultdict(list)
-    last, broken, unshards = None, set[str](), _unshards(gm)
+    last, broken, apart = None, set[str](), _unshards(gm)
+    changed = _in_another_mode(gm)
     for node in list(gm.graph.nodes):
-        if node.op in ("placeholder", "output") or node in unshards:
+        if node.op in ("placeholder", "output") or node in apart:
             continue
         block = _block(gm, node)
         if block is not None:
-            if blocks[block] and block != last:
+            if blocks[block] and block != last or node in changed:
                 broken.add(block)
             blocks[block].append(node)
         last = block
@@ -186,12 +204,12 @@ def _runs(gm: GraphModule) -> Iterator[Run]:
 def _stretches(gm: GraphModule) -> Iterator[Run]:
     """What lies between outlined blocks and calls that change a mode."""
     nodes: list[Node] = []
-    apart = _unshards(gm)
+    apart, changed = _unshards(gm), _in_another_mode(gm)
     for node in list(gm.graph.nodes):
         if node.op == "placeholder" or node in apart:
             continue
         taken = is_block(node) or any(is_block(a) for a in node.all_input_nodes)
-        if taken or node.op in ("get_attr", "output") or _value(node) is None:
+        if taken or node in changed or node.op in ("get_attr", "output") or _value(node) is None:
             if nodes:
                 _move_out(nodes)
                 yield Run(gm, tuple(nodes))
@@ -223,11 +241,11 @@ def _unshards(gm: GraphModule) -> set[Node]:
 
 def _block(gm: GraphModule, node: Node) -> str | None:
     """The block that a node belongs to; a region belongs to that of its last operation."""
-    if node.op == "get_attr":
-        region = gm.get_submodule(str(node.target)) if node.meta.get("example_value") is None else None
-        inside = [n for n in region.graph.nodes if n.op.startswith("call_")] if isinstance(region, GraphModule) else []
-        return _block(region, inside[-1]) if inside else None  # type: ignore[arg-type]
-    called = [a for a in node.all_input_nodes if a.op == "get_attr"]
+    region = _region(gm, node)
+    if region is not None:
+        inside = [n for n in region.graph.nodes if n.op.startswith("call_")]
+        return _block(region, inside[-1]) if inside else None
+    called = [a for a in node.all_input_nodes if _region(gm, a) is not None]
     if called:
         return _block(gm, called[0])
     stack = node.meta.get("nn_module_stack") or {}
