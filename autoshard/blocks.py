@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.ops.block import Block, Value, register
+from autoshard.passes import graphs
 from autoshard.passes.base import Phase
 from autoshard.passes.outline_blocks import is_block
 
@@ -41,7 +42,7 @@ def compile_blocks(gm: GraphModule, differentiate: Differentiate, generate: Gene
             calls[str(node.target)].append(node)
     made = {}
     for name in sorted(calls, key=lambda name: -len(calls[name])):
-        block = _compiled(_body(gm, name), differentiate, generate)
+        block = _compiled(graphs.body(gm, name), differentiate, generate)
         if block is not None:
             made[name] = block
         elif len(calls[name]) > 1:
@@ -51,12 +52,6 @@ def compile_blocks(gm: GraphModule, differentiate: Differentiate, generate: Gene
         delattr(gm, name)
     gm.recompile()
     return list(made.values())
-
-
-def _body(gm: GraphModule, name: str) -> GraphModule:
-    body = gm.get_submodule(name)
-    assert isinstance(body, GraphModule)
-    return body
 
 
 def _call_ops(gm: GraphModule, nodes: list[Node], block: Block, key: str) -> None:
@@ -112,9 +107,11 @@ def _differentiable(
     saved = _keep_new(forward, halves.results, inputs)
     arguments = backward.graph.find_nodes(op="placeholder")
     first = len(arguments) - len(saved) - len(tangents)
+    if first < 0:
+        return None
     known = _Sizes(forward, inputs, arguments[first : first + len(saved)], arguments[first + len(saved) :])
     sizes = [known.find(n.meta["val"]) for n in arguments[:first]]
-    if first < 0 or None in sizes or not all(t.meta["val"].is_contiguous() for t in known.tangents):
+    if None in sizes or not all(t.meta["val"].is_contiguous() for t in known.tangents):
         return None
     gradients = _keep_gradients(backward, inputs)
     return Block(

@@ -166,7 +166,6 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
 
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
-
     for node in graphs.calls(gm, *DIRECT):
         node.target = DIRECT[node.target]
 

@@ -15,15 +15,13 @@ from autoshard.passes import outline_blocks, registry
 from tests.cluster import Cluster
 from tests.models import DEEP, ResNet
 from tests.parity import measure
-from tests.small import TOLERANCE, in_full
+from tests.small import TOLERANCE, config, in_full
 
 PASSES = registry.DEFAULT.replace("outline_blocks", "outline_blocks{least=2}")
 
 
 def _config(zero: int, codegen: str) -> autoshard.Config:
-    return autoshard.Config(
-        zero=zero, codegen=codegen, replicate_below=0, timeout=60, verbose=False, passes=PASSES
-    )
+    return config(zero, codegen=codegen, passes=PASSES)
 
 
 class Block(nn.Module):

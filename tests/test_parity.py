@@ -8,14 +8,13 @@ import autoshard
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure
-from tests.small import in_full
+from tests.small import TOLERANCE, config, in_full
 
-TOLERANCE = 1e-4
 STAGES = (0, 1, 2, 3)
 
 
 def _config(zero: int, codegen: str) -> autoshard.Config:
-    return autoshard.Config(zero=zero, codegen=codegen, replicate_below=0, timeout=60, verbose=False)
+    return config(zero, codegen=codegen)
 
 
 LONG_TRACES = ("gpt2", "bert", "vit", "t5")  # at stages 1 and 2, whose graphs are as others' are, in full alone

@@ -40,6 +40,13 @@ def calls(gm: GraphModule, *targets: Any) -> list[Node]:
     return [n for n in gm.graph.nodes if is_call(n, *targets)]
 
 
+def body(gm: GraphModule, name: Any) -> GraphModule:
+    """The graph inside this one that `name` calls."""
+    found = gm.get_submodule(str(name))
+    assert isinstance(found, GraphModule)
+    return found
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     """Where each node stands."""
     return {node: i for i, node in enumerate(graph.nodes)}

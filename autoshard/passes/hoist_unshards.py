@@ -37,10 +37,8 @@ class HoistUnshards:
 
 def _body(gm: GraphModule, call: Node) -> GraphModule:
     where = call.args[0]
-    assert isinstance(where, Node) and isinstance(where.target, str)
-    body = gm.get_submodule(where.target)
-    assert isinstance(body, GraphModule)
-    return body
+    assert isinstance(where, Node)
+    return graphs.body(gm, where.target)
 
 
 def _hoist(gm: GraphModule, call: Node, body: GraphModule) -> None:

@@ -153,7 +153,7 @@ def _target(gm: GraphModule, node: Node) -> str:
 
 def _region(gm: GraphModule, node: Node) -> GraphModule | None:
     """The graph that a get_attr node names, if it names one."""
-    found = dict(gm.named_modules()).get(str(node.target)) if node.op == "get_attr" else None
+    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, GraphModule) else None
 
 
