@@ -7,14 +7,17 @@ exercises every one of them alone, so that a torch release that moves a name fai
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
+import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
@@ -41,6 +44,7 @@ __all__ = [
     "compiled_functions_on_the_stack",
     "emit_artifact",
     "fake_like",
+    "gloo_in_turn",
     "graph_break",
     "has_step_hooks",
     "inductor_alone",
@@ -273,6 +277,29 @@ def job_store(prefix: str) -> Any:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     return PrefixStore(prefix, _get_default_store())
+
+
+def gloo_in_turn() -> str:
+    """The name of a backend that is gloo with one worker thread. Seen: 2.11, 2.13.
+
+    [Note: gloo in turn] With more threads (torch's choice is two) gloo crashes now and then, or stands still, while
+    several collectives of a group are on their way: `bench/gloo_race.py` shows it in plain torch. One thread carries
+    them out one after the other, still beside the computation, and two would share the same link anyway.
+    """
+    name = "gloo_in_turn"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, _gloo_of_one_thread, devices=["cpu"])
+    return name
+
+
+def _gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch reads it
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options._threads, options._timeout = 1, timeout
+    group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
+    return group
 
 
 def emit_artifact(name: str, payload: Callable[[], str]) -> None:

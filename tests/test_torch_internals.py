@@ -266,3 +266,31 @@ def test_boxed_code_empties_the_list_of_inputs() -> None:
     given = [torch.ones(2), torch.ones(2)]
     assert torch_internals.boxed(gm)(given).tolist() == [2, 2]
     assert given == []
+
+
+def test_gloo_in_turn_bears_collectives_that_run_at_once() -> None:
+    """On the interface that torch's own gloo would take; without one worker thread some ten thousand rounds crash."""
+    done = launch(
+        2,
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        from torch.distributed.device_mesh import init_device_mesh
+        from autoshard import torch_internals
+        from autoshard.runtime.processes import end_well
+        end_well()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), backend_override={"shard": torch_internals.gloo_in_turn()})
+        group = mesh.get_group()
+        assert dist.get_backend(group) == "gloo_in_turn"
+        whole, works = torch.ones(8), []
+        for _ in range(200):
+            works.append(dist.all_reduce(whole.clone(), group=group, async_op=True))
+            rows = torch.empty(16)
+            dist.all_gather_into_tensor(rows, whole, group=group)
+            assert rows.sum() == 16
+        for work in works:
+            work.wait()
+        print("well")
+        """,
+    )
+    assert all("well" in ended.output and ended.code == 0 for ended in done), done

@@ -58,10 +58,12 @@ def join(device: torch.device, timeout: timedelta) -> World:
 
 
 def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    """The mesh of all processes with the plan's axes, outermost first."""
+    """The mesh of all processes with the plan's axes, outermost first. See [Note: gloo in turn]."""
     sizes, names = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert dist.get_world_size() == math.prod(sizes), "check_plan_fits comes first"
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    over_gloo = device_type == "cpu" and dist.get_backend() == "gloo"
+    override = {name: torch_internals.gloo_in_turn() for name in names} if over_gloo else None
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)  # type: ignore[arg-type]
 
 
 def name_of_everyone() -> str:
