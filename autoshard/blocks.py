@@ -70,7 +70,8 @@ def _compiled(body: GraphModule, differentiate: Differentiate, generate: Generat
     results = [n.meta["example_value"] for n in body.graph.output_node().all_input_nodes]
     if torch_internals.share_memory(results, [t for t in given if isinstance(t, Tensor)]):
         return None
-    halves = differentiate(body, [torch_internals.fake_like(value) for value in given])
+    tracing = torch_internals.Tracing.here()
+    halves = differentiate(body, [tracing.like(value) for value in given])
     if halves.results != len(results) or _changes_inputs(halves.forward):
         return None
     inputs = _inputs(given)

@@ -1,9 +1,15 @@
-"""Reading a model without running it: what `plan` and the command line do instead of a first call."""
+"""Reading a model without running it: what `plan` and the command line do instead of a first call.
+
+[Note: What is captured] A copy without values is traced, whose modules show their parameters as sharded ones do, so the
+graph has the logical ops that a job's second trace would have, and what a compute dtype casts. The layouts in it stand
+for any plan's; a rehearsal writes a plan's own into them.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,32 +17,52 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
+from autoshard import torch_internals
 from autoshard.errors import AutoshardError, UnsupportedError
-from autoshard.inventory import Inventory, take_inventory
+from autoshard.inventory import Inventory, names_of, take_inventory
+from autoshard.ops.layout import Layout
+from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.shard import show_as_sharded
 from autoshard.torch_internals import FakeTensorMode, ThroughDynamo
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A model's first graph, of fake tensors.
+
+    parameters, buffers: the names of graph inputs that are these, by position. sizes: what the graph's symbols for batch
+    and sequence are in the example inputs.
+    """
+
+    inventory: Inventory
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    parameters: dict[int, str]
+    buffers: dict[int, str]
+    tracing: torch_internals.Tracing
 
 
 class _Captured(ThroughDynamo):
     """Ends the trace: the graph has been read."""
 
 
-def capture(model: nn.Module, example_inputs: Any) -> Inventory:
-    """The inventory of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords.
+def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None) -> Capture:
+    """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords.
 
-    The model may be on any device, meta too; neither it nor the inputs are changed or run, and nothing is
-    allocated: a copy without values is traced. UnsupportedError if torch.compile finds no graph in it.
+    compute: the dtype of gathered parameters; None: their own. The model may be on any device, meta too; neither it nor
+    the inputs are changed or run, and nothing is allocated. UnsupportedError if torch.compile finds no graph in it.
     """
     if next(model.parameters(), None) is None:
         raise UnsupportedError(f"{type(model).__name__} has no parameters; there is nothing to plan")
-    found: list[Inventory] = []
+    found: list[Capture] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)
         args, kwargs = as_call(example_inputs)
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
+        show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
 
         def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-            used = [x for x in inputs if isinstance(x, nn.Parameter)]
-            found.append(take_inventory(shadow, used))
+            found.append(_captured(shadow, gm, inputs))
             raise _Captured("read")
 
         try:
@@ -52,6 +78,18 @@ def capture(model: nn.Module, example_inputs: Any) -> Inventory:
             ) from error
     raise UnsupportedError(
         f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
+    )
+
+
+def _captured(shadow: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> Capture:
+    parameters, buffers = names_of(shadow), {id(b): name for name, b in shadow.named_buffers()}
+    return Capture(
+        inventory=take_inventory(shadow, [x for x in inputs if isinstance(x, nn.Parameter)]),
+        graph=gm,
+        inputs=tuple(inputs),
+        parameters={i: parameters[id(x)] for i, x in enumerate(inputs) if id(x) in parameters},
+        buffers={i: buffers[id(x)] for i, x in enumerate(inputs) if id(x) in buffers},
+        tracing=torch_internals.Tracing.here(),
     )
 
 

@@ -23,6 +23,8 @@ from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
 from autoshard.version import __version__
 
+Cut = Callable[..., tuple[GraphModule, GraphModule]]
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -37,20 +39,20 @@ class Compilation:
         """A callable with the graph's signature; its backward hangs on what it returns."""
         gm = self.manager.run("traced", gm, self.context)
         with torch_internals.without_autograd_cache():
-            blocks = compile_blocks(gm, self._differentiate, self._generate)
+            blocks = compile_blocks(gm, self.differentiate, self.generate)
             whole = self.inductor and not blocks  # what is around compiled blocks takes longer to compile than to run
             run = self._inductor(gm, inputs) if whole else self._eager(gm, inputs)
         named = _naming_lost_peers(run)
         named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
         return named
 
-    def _differentiate(self, block: GraphModule, inputs: list[Any]) -> Halves:
-        """The block's graphs, before code is generated: AOTAutograd alone, as far as Inductor's operators if need be."""
+    def halves(self, gm: GraphModule, inputs: Sequence[Any], cut: Cut) -> Halves:
+        """A graph's forward and backward, before code is generated: AOTAutograd alone, as far as Inductor's operators if
+        need be."""
         found: list[Halves] = []
 
         def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            graphs.recompute_views(joint)
-            forward, backward = self._cut(joint, joint_inputs, **kwargs)
+            forward, backward = cut(joint, joint_inputs, **kwargs)
             found.append(Halves(forward, backward, kwargs["num_fwd_outputs"]))
             return forward, backward
 
@@ -59,17 +61,27 @@ class Compilation:
                 found.append(Halves(graph, None, len(graph.graph.output_node().args[0])))  # type: ignore[arg-type]
             return _never_run
 
-        with torch_internals.trace_of_its_own():
+        with torch_internals.Tracing.here().entered():
             if self.inductor:
                 patches = {"custom_partitioner_fn": Partitioner(partition, "block")}
-                torch_internals.compile_with_inductor(block, inputs, infer, patches)
+                torch_internals.compile_with_inductor(gm, inputs, infer, patches)
             else:
                 aot_module_simplified(
-                    block, inputs, fw_compiler=infer, partition_fn=partition, keep_inference_input_mutations=True
+                    gm, inputs, fw_compiler=infer, partition_fn=partition, keep_inference_input_mutations=True
                 )
         return found[0]
 
-    def _generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
+    def differentiate(self, block: GraphModule, inputs: list[Any]) -> Halves:
+        """The halves of one block, whose views are not saved beside what they are views of."""
+
+        def cut(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            graphs.recompute_views(joint)
+            return self._cut(joint, joint_inputs, **kwargs)
+
+        return self.halves(block, inputs, cut)
+
+    def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
+        """What runs one graph of a block."""
         with self.phases.phase(phase, f"a block of {_size(graph)}"):
             if not self.inductor:
                 return _boxed(graph)
@@ -86,7 +98,8 @@ class Compilation:
         graphs.fill_examples(backward)
         return forward, backward
 
-    def _split(self, gm: GraphModule, phase: Phase) -> GraphModule:
+    def split(self, gm: GraphModule, phase: Phase) -> GraphModule:
+        """The passes of the last stage, on one of the graphs that code is generated for."""
         context = replace(self.context, phase=phase)
         if phase == "inference":
             gm = self.manager.run("joint", gm, context)
@@ -96,7 +109,7 @@ class Compilation:
         def compiler(phase: Phase) -> Callable[..., Any]:
             def compile_one(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
                 with self.phases.phase(phase, _size(graph)):
-                    return _boxed(self._split(graph, phase))
+                    return _boxed(self.split(graph, phase))
 
             return compile_one
 
@@ -118,7 +131,7 @@ class Compilation:
             elif kwargs.get("is_backward"):
                 phase = "backward"
             with self.phases.phase(phase, _size(graph)):
-                graph = self._split(graph, phase)
+                graph = self.split(graph, phase)
                 compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
             return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
 

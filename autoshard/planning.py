@@ -34,7 +34,7 @@ def plan(
     of this model and this many processes.
     """
     config = config or Config()
-    inventory = capture(model, example_inputs)
+    inventory = capture(model, example_inputs).inventory
     pinned = config.resolved_plan()
     if pinned is not None:
         check_plan_fits(pinned, inventory, topology.world)

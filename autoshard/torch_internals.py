@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,22 +29,27 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.fake_class_registry import (
     FakeScriptObject,  # seen: 2.11, 2.13; an opaque input while tracing
 )
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,  # seen: 2.11, 2.13; code that asks a fake tensor for its value
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "CustomPartitionerFn",
+    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "OptimizedModule",
     "ThroughDynamo",
+    "Tracing",
     "backend_of",
     "behind_a_break",
     "boxed",
     "compile_with_inductor",
     "compiled_functions_on_the_stack",
     "emit_artifact",
-    "fake_like",
     "gloo_in_turn",
     "graph_break",
     "has_step_hooks",
@@ -58,7 +64,6 @@ __all__ = [
     "restart_trace",
     "share_memory",
     "suppressed_errors",
-    "trace_of_its_own",
     "without_autograd_cache",
     "wrap_compiled",
 ]
@@ -207,25 +212,38 @@ def share_memory(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     return len(set(taken)) < len(taken) or bool(set(taken) & {t.untyped_storage()._cdata for t in others})
 
 
-@contextlib.contextmanager
-def trace_of_its_own() -> Iterator[None]:
-    """Inside a backend: AOTAutograd may compile another graph than the one that Dynamo gave, and tensors made here are
-    fake, of the kind that it needs. Seen: 2.11, 2.13."""
-    mode = torch._guards.TracingContext.get().fake_mode
-    with torch._guards.tracing(torch._guards.TracingContext(mode)):
-        yield
+@dataclass(frozen=True)
+class Tracing:
+    """A trace that goes on after Dynamo's own: graphs that it gave can be taken through AOTAutograd in it, within the
+    backend or when that has returned. Seen: 2.11, 2.13."""
 
+    mode: FakeTensorMode
 
-def fake_like(example: Any) -> Any:
-    """Inside a backend: a fake tensor for AOTAutograd like one of Dynamo's trace, which has a mode of its own; a size
-    stays as it is. Seen: 2.11, 2.13."""
-    if not isinstance(example, torch.Tensor):
-        return example
-    mode = torch._guards.TracingContext.get().fake_mode
-    assert mode is not None
-    with mode:
-        made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
-        return made.requires_grad_(example.requires_grad)
+    @staticmethod
+    def here() -> Tracing:
+        """Of the trace whose backend this is called in."""
+        mode = torch._guards.TracingContext.get().fake_mode
+        assert mode is not None
+        return Tracing(mode)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, AOTAutograd may compile another graph than the one that Dynamo gave, and tensors made are fake, of the
+        kind that it needs."""
+        with torch._guards.tracing(torch._guards.TracingContext(self.mode)):
+            yield
+
+    def like(self, example: Any, shape: Sequence[Any] | None = None) -> Any:
+        """A fake tensor for AOTAutograd like one of Dynamo's trace, which has a mode of its own; a size stays as it is.
+        shape: another, laid out densely."""
+        if not isinstance(example, torch.Tensor):
+            return example
+        with self.mode:
+            if shape is not None:
+                made = torch.empty(shape, dtype=example.dtype, device=example.device)
+            else:
+                made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+            return made.requires_grad_(example.requires_grad)
 
 
 def inductor_alone(gm: torch.fx.GraphModule, **kwargs: Any) -> Callable[[list[Any]], Any]:

@@ -245,12 +245,13 @@ def test_share_memory_sees_views() -> None:
     assert not torch_internals.share_memory([x], [y])
 
 
-def test_fake_like_and_a_trace_of_its_own_serve_a_graph_inside_a_backend() -> None:
+def test_a_trace_that_goes_on_serves_a_graph_inside_a_backend() -> None:
     found = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        examples = [torch_internals.fake_like(n.meta["example_value"]) for n in gm.graph.find_nodes(op="placeholder")]
-        with torch_internals.trace_of_its_own():
+        tracing = torch_internals.Tracing.here()
+        examples = [tracing.like(n.meta["example_value"]) for n in gm.graph.find_nodes(op="placeholder")]
+        with tracing.entered():
             aot_module_simplified(gm, examples, fw_compiler=lambda graph, _: found.append(graph) or make_boxed_func(graph))
         return gm
 

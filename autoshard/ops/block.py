@@ -63,6 +63,11 @@ def register(name: str, block: Block) -> str:
     return key
 
 
+def block_named(key: str) -> Block:
+    """The block that a graph names by this key."""
+    return _blocks[key]
+
+
 def run_block(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: int) -> list[Tensor]:
     """What the block of this key computes from its input tensors and sizes, and what its backward needs of it.
     call: another number for each, since two calls with the same inputs may draw other random numbers."""

@@ -124,10 +124,14 @@ def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
 
 
 def inline(gm: GraphModule, node: Node, ops: GraphModule) -> list[Node] | Node:
-    """Puts the ops, traced of this call or one like it, in front of it; returns what takes its place."""
+    """Puts the ops, traced of this call or one like it, in front of it; returns what takes its place. Each remembers what
+    it was a part of."""
     with gm.graph.inserting_before(node):
-        inputs = dict(zip(ops.graph.find_nodes(op="placeholder"), _tensors(node)))
-        return gm.graph.graph_copy(ops.graph, inputs)  # type: ignore[return-value]
+        copies = dict(zip(ops.graph.find_nodes(op="placeholder"), _tensors(node)))
+        result = gm.graph.graph_copy(ops.graph, copies)
+    for copied in set(copies.values()) - set(_tensors(node)):
+        copied.meta["part_of"] = str(node.target)
+    return result  # type: ignore[return-value]
 
 
 def described(value: Any) -> str:

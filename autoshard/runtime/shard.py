@@ -173,10 +173,26 @@ class Sharder:
     def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
         compute = dtype_named(self.plan.compute) if self.plan.compute else None
         for module, layouts in shown.items():
-            module.__dict__.setdefault("_autoshard_holders", {})
-            module.__dict__.setdefault("_autoshard_absent", {})
-            cls: Any = type(module)
-            module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, self.accumulation)
+            _show_sharded(module, layouts, compute, self.accumulation)
+
+
+def show_as_sharded(model: nn.Module, layout: Layout, accumulation: Accumulation) -> None:
+    """Traces of `model` find every parameter as `unshard` of it, with this layout; its values stay as they are."""
+    shown: dict[nn.Module, dict[str, str]] = defaultdict(dict)
+    for places in places_of(model).values():
+        for place in places:
+            shown[place.module][place.attribute] = str(layout)
+    for module, layouts in shown.items():
+        _show_sharded(module, layouts, layout.compute, accumulation)
+
+
+def _show_sharded(
+    module: nn.Module, layouts: dict[str, str], compute: torch.dtype | None, accumulation: Accumulation
+) -> None:
+    module.__dict__.setdefault("_autoshard_holders", {})
+    module.__dict__.setdefault("_autoshard_absent", {})
+    cls: Any = type(module)
+    module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, accumulation)
 
 
 def full_value(parameter: torch.Tensor) -> torch.Tensor:

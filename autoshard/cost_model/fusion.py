@@ -1,0 +1,178 @@
+"""What Inductor makes of a program: pointwise operations and reductions become kernels whose inner values are never stored.
+
+[Note: Fusion] Inductor's own scheduler is not run: it wants the device, and takes seconds. Its outcome is foreseen by what
+bounds it. A value is stored if something reads it that is no part of its kernel: an operation that calls a library (a
+matmul, an attention, a collective), a kernel that needs such a one's result first, the next graph, the user. A kernel
+runs at its first operation, or as soon after as all that it reads is there. A result takes the place of an input of
+the same size that is read there for the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tag
+
+from autoshard.cost_model.program import Half, Operation, Piece, Program
+
+_REDUCTIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "sum.dim_IntList", "sum.default", "mean.dim", "mean.default", "amax.default", "amin.default", "var_mean.correction",
+        "any.dim", "any.default", "var.correction", "prod.dim_int", "argmax.default", "argmin.default"
+    )
+)
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "clone.default", "copy.default", "copy_.default", "cat.default", "embedding.default", "gather.default", "index.Tensor",
+        "full.default", "full_like.default", "arange.default", "iota.default", "constant_pad_nd.default", "index_select.default",
+        "slice_scatter.default", "select_scatter.default", "zeros.default", "scalar_tensor.default", "empty.memory_format",
+        "scatter.value", "new_zeros.default", "ones.default", "where.self"
+    )
+) | {"prims.iota.default", "prims.convert_element_type.default", "prims.inductor_random.default"}
+
+
+def fusible(operation: Operation) -> bool:
+    """True of what Inductor generates code for, so that it can share a kernel with others."""
+    name = operation.name
+    tags = getattr(operation.node.target, "tags", ())
+    return Tag.pointwise in tags or name in _REDUCTIONS or name in _MOVES or name.startswith("prims.")
+
+
+def fuse(program: Program) -> Program:
+    """The program after fusion; each kernel stands in it as one operation, by the name of its last."""
+    halves: list[Half] = ["forward", "backward"]
+    out = Program()
+    moved: dict[int, int] = {}  # where the operation at a position of the old program ended up
+    inner: set[int] = set()
+    for half in halves:
+        positions = [i for i, o in enumerate(program.operations) if o.half == half]
+        kernels = _Kernels(program, positions)
+        inner |= kernels.inner
+        for members in kernels.in_order():
+            moved.update(dict.fromkeys(members, len(out.operations)))
+            out.operations.append(_merged([program.operations[i] for i in members], kernels.inner))
+    length = len(program.operations)
+    moved[length] = len(out.operations)
+    out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
+    _follow_readers(out, length, program)
+    _in_place(out)
+    return out
+
+
+def _merged(members: list[Operation], inner: set[int]) -> Operation:
+    made = [p for o in members for p in o.makes]
+    reads = tuple(dict.fromkeys(p for o in members for p in o.reads if p not in made))
+    makes = tuple(p for p in made if p not in inner)
+    return replace(members[-1], reads=reads, makes=makes, parts=tuple(o.node for o in members))
+
+
+def _moved(piece: Piece, moved: dict[int, int], inner: bool) -> Piece:
+    made = moved[piece.made] if piece.made >= 0 else -1
+    return replace(piece, made=made, last=max(made, 0), bytes=0 if inner else piece.bytes)
+
+
+def _follow_readers(out: Program, length: int, before: Program) -> None:
+    """A piece's last reader may stand elsewhere now; what outlived all readers (results, gradients, state) still does."""
+    for at, operation in enumerate(out.operations):
+        for piece in (*operation.reads, *operation.makes):
+            out.pieces[piece].last = max(out.pieces[piece].last, at)
+    ends = {half: max((i for i, o in enumerate(out.operations) if o.half == half), default=0) for half in ("forward", "backward")}
+    last_forward = max((i for i, o in enumerate(before.operations) if o.half == "forward"), default=-1)
+    for old, new in zip(before.pieces, out.pieces):
+        if old.last >= length:
+            new.last = len(out.operations)
+        elif old.last == last_forward:
+            new.last = max(new.last, ends["forward"])
+
+
+def _in_place(out: Program) -> None:
+    """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier."""
+    for at, operation in enumerate(out.operations):
+        if len(operation.parts) == 0 or not fusible(operation):
+            continue
+        dying = [p for p in operation.reads if _dies(out.pieces[p], at)]
+        for made in operation.makes:
+            fitting = [p for p in dying if out.pieces[p].bytes == out.pieces[made].bytes]
+            if fitting:
+                dying.remove(fitting[0])
+                out.pieces[fitting[0]].last = at - 1
+
+
+def _dies(piece: Piece, at: int) -> bool:
+    return piece.last == at and 0 <= piece.made < at and not piece.seen
+
+
+class _Kernels:
+    """Which operations of one graph become one kernel. inner: the pieces that are never stored."""
+
+    def __init__(self, program: Program, positions: list[int]) -> None:
+        self.program, self.positions = program, positions
+        self.maker = {p: i for i in positions for p in program.operations[i].makes}
+        self.fusible = {i: fusible(program.operations[i]) for i in positions}
+        self.level = self._levels()
+        self.readers: dict[int, list[int]] = {}
+        for i in positions:
+            for piece in program.operations[i].reads:
+                self.readers.setdefault(piece, []).append(i)
+        self.inner = {p for p, i in self.maker.items() if self._is_inner(p, i)}
+        self.kernel = self._connected()
+
+    def _levels(self) -> dict[int, int]:
+        """How many library calls lie, one behind the other, before each operation."""
+        level: dict[int, int] = {}
+        for i in self.positions:
+            before = [self.maker[p] for p in self.program.operations[i].reads if p in self.maker]
+            level[i] = max((level[b] + (not (self.fusible[i] and self.fusible[b])) for b in before), default=0)
+        return level
+
+    def _is_inner(self, piece: int, maker: int) -> bool:
+        readers = self.readers.get(piece, [])
+        stays = self.program.pieces[piece].last > max(readers, default=-1)
+        alike = all(self.fusible[r] and self.level[r] == self.level[maker] for r in readers)
+        return self.fusible[maker] and bool(readers) and alike and not stays
+
+    def _connected(self) -> dict[int, int]:
+        """Each operation's kernel: operations that hand an inner piece to each other share one, named by the first."""
+        parent = {i: i for i in self.positions}
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                i = parent[i]
+            return i
+
+        for piece in self.inner:
+            for reader in self.readers[piece]:
+                a, b = sorted((root(self.maker[piece]), root(reader)))
+                parent[b] = a
+        return {i: root(i) for i in self.positions}
+
+    def in_order(self) -> Iterable[list[int]]:
+        """Kernels as lists of positions: each at its first operation, or behind the kernels that it reads from."""
+        members: dict[int, list[int]] = {}
+        for i in self.positions:
+            members.setdefault(self.kernel[i], []).append(i)
+        done: set[int] = set()
+        for first in members:
+            yield from self._visit(first, members, done)
+
+    def _visit(self, kernel: int, members: dict[int, list[int]], done: set[int]) -> Iterable[list[int]]:
+        todo = [kernel]
+        while todo:
+            current = todo[-1]
+            if current in done:
+                todo.pop()
+                continue
+            waiting = [k for k in self._sources(members[current]) if k not in done and k != current and k not in todo]
+            if waiting:
+                todo.extend(waiting)
+                continue
+            done.add(current)
+            todo.pop()
+            yield members[current]
+
+    def _sources(self, positions: list[int]) -> list[int]:
+        reads = [p for i in positions for p in self.program.operations[i].reads]
+        return [self.kernel[self.maker[p]] for p in reads if p in self.maker]

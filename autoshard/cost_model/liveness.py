@@ -1,0 +1,112 @@
+"""The liveness simulator: bytes by category at every operation of a step, over sizes that are still open.
+
+[Note: Terms] Every size is a sum of products of symbols (batch·sequence, batch·sequence², 1). So the bytes at an
+operation are a vector of whole coefficients, one a term, and the curve is a matrix; what it comes to for a batch of a
+given size is a product with the terms' values. Of the operations only those can be the peak whose coefficients no other
+operation's exceed in every term: a few dozen of thousands, which is why a search can ask for it a hundred thousand times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from autoshard.cost_model.program import Category, Program
+from autoshard.cost_model.sizes import Size
+
+CATEGORIES: tuple[Category, ...] = (
+    "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication"
+)
+Point = Mapping[sympy.Symbol, float]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that exist at once. operation: its position in the program; the program's length is the optimizer
+    step. categories: bytes of each at that moment."""
+
+    bytes: int
+    operation: int
+    categories: dict[Category, int]
+
+
+class Terms:
+    """The products of symbols that sizes are sums of, in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.index: dict[sympy.Expr, int] = {}
+        self._known: dict[Size, dict[int, int]] = {}
+
+    def coefficients(self, size: Size) -> dict[int, int]:
+        """{term: factor} of a size."""
+        if size not in self._known:
+            parts = sympy.expand(size).as_coefficients_dict() if isinstance(size, sympy.Expr) else {sympy.S.One: size}
+            self._known[size] = {self.index.setdefault(t, len(self.index)): int(c) for t, c in parts.items()}
+        return self._known[size]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes over a step: `matrix` is (operations + 1) × categories × terms, the last row the optimizer step."""
+
+    terms: tuple[sympy.Expr, ...]
+    matrix: NDArray[np.int64]
+
+    @cached_property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """What is open, in alphabetic order."""
+        found = set().union(*(t.free_symbols for t in self.terms))
+        return tuple(sorted(found, key=str))
+
+    def at(self, point: Point) -> NDArray[np.int64]:
+        """(operations + 1) × categories, bytes."""
+        return self.matrix @ np.array([int(t.subs(point)) for t in self.terms], dtype=np.int64)
+
+    def peak(self, point: Point) -> Peak:
+        """The first of the highest moments."""
+        bytes_at = self.at(point)
+        totals = bytes_at.sum(1)
+        where = int(totals.argmax())
+        by_category = {c: int(b) for c, b in zip(CATEGORIES, bytes_at[where])}
+        return Peak(int(totals[where]), where, by_category)
+
+    @cached_property
+    def undominated(self) -> NDArray[np.int64]:
+        """Totals (rows × terms) of the operations that can be the peak for some sizes. See [Note: Terms]."""
+        rows = np.unique(self.matrix.sum(1), axis=0)[::-1]
+        kept: list[NDArray[np.int64]] = []
+        for row in rows:
+            if not any((row <= other).all() for other in kept):
+                kept.append(row)
+        return np.array(kept)
+
+    def peaks(self, **values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The peak in bytes for many points at once: an array for each symbol, by name, all of one shape."""
+        names = [str(s) for s in self.symbols]
+        evaluate = sympy.lambdify(names, list(self.terms), "numpy", cse=True)
+        shape = np.broadcast_shapes(*(np.shape(v) for v in values.values()))
+        at = [np.broadcast_to(t, shape) for t in evaluate(*(values[n] for n in names))]
+        return np.tensordot(self.undominated, np.stack(at), 1).max(0)
+
+
+def simulate(program: Program) -> Curve:
+    """The curve of a program. A piece counts from the operation that makes it to its last reader, both included."""
+    terms, length = Terms(), len(program.operations) + 1
+    found = [terms.coefficients(piece.bytes) for piece in program.pieces]
+    matrix = np.zeros((length + 1, len(CATEGORIES), len(terms.index)), dtype=np.int64)
+    for piece, coefficients in zip(program.pieces, found):
+        category = CATEGORIES.index(piece.category)
+        for term, factor in coefficients.items():
+            matrix[max(piece.made, 0), category, term] += factor
+            matrix[min(piece.last, length - 1) + 1, category, term] -= factor
+    return Curve(tuple(terms.index), matrix.cumsum(0)[:-1])
+
+
+def by_name(point: Mapping[str, float], symbols: Sequence[sympy.Symbol]) -> Point:
+    """A point given by the symbols' names."""
+    return {s: point[str(s)] for s in symbols}

@@ -1,0 +1,98 @@
+"""What an optimizer keeps and what its step takes for a while, found by stepping a copy of it on tensors without values."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoshard.torch_internals import DataDependentOutputException, FakeTensorMode
+
+Rows = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what a process holds of a parameter
+Make = Callable[[Sequence[nn.Parameter]], Optimizer]
+
+NAMED: dict[str, Make] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-3),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-3),
+    "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-3),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes of one process. state: between steps. scratch: at the highest moment of a step, above that."""
+
+    state: int
+    scratch: int
+
+
+def like(optimizer: Optimizer) -> Make:
+    """Makes optimizers as this one is, with its first group's options, on other parameters and without state."""
+
+    def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
+        made = copy.copy(optimizer)
+        made.state = defaultdict(dict)
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        made.param_groups = [{**options, "params": list(parameters)}]
+        return made
+
+    return make
+
+
+def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory | None:
+    """What `make`'s optimizer takes where this process holds these rows; None if its step needs values to go on.
+
+    foreach: torch's default on this device, which takes all parameters at once (GPUs) or each alone (CPUs).
+    """
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in rows]
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            if group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = foreach
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        try:
+            optimizer.step()
+            with _Watch() as watch:
+                optimizer.step()
+        except DataDependentOutputException:
+            return None
+        state = sum(_held(v) for s in optimizer.state.values() for v in tree_leaves(s))
+        return OptimizerMemory(state, watch.peak)
+
+
+def _held(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes of tensors that are made inside and still exist; `peak` is the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), tensor.numel() * tensor.element_size())
+        self.alive = {k: entry for k, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out

@@ -1,0 +1,199 @@
+"""A step as a list of operations on pieces of memory: what both simulators read.
+
+[Note: Programs] The graphs of a step become one list: forward, backward, and the blocks that they call in the places of
+the calls. A value is the piece of memory that it lies in: views, in-place results and waits lie in their input's. So
+liveness is where a piece is made and where it is read for the last time, by whatever name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from autoshard.cost_model.sizes import Size, bytes_of
+
+Category = Literal[
+    "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication"
+]
+Half = Literal["forward", "backward", "optimizer"]
+
+_VIEWS = frozenset({"aten._unsafe_view.default", "aten.lift_fresh_copy.default"})
+WAIT = "_c10d_functional.wait_tensor.default"
+REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+
+
+@dataclass
+class Piece:
+    """One piece of memory.
+
+    bytes: what an allocator is asked for. made, last: the first and the last operation at which it exists; made is -1 for
+    what exists before the step, and last the program's length for what is left after it. maker: the operation's name.
+    seen: the user's code may hold it too, so that nothing can take its place.
+    """
+
+    bytes: Size
+    category: Category
+    made: int
+    last: int
+    maker: str = ""
+    seen: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. parts: of a
+    kernel that several were fused into, their calls."""
+
+    node: Node
+    half: Half
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    parts: tuple[Node, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the operation calls."""
+        return str(self.node.target)
+
+    @property
+    def where(self) -> str:
+        """The line of the model that it comes from; "" where autoshard put it."""
+        trace = self.node.meta.get("stack_trace") or self.node.meta.get("fwd_stack_trace")
+        lines = [line.strip() for line in str(trace or "").splitlines() if line.strip().startswith("File ")]
+        return lines[-1] if lines else ""
+
+
+Value = Any  # the number of a piece, a list of values, or None for what is no tensor
+
+
+@dataclass
+class Program:
+    """A step's operations in order, and its pieces."""
+
+    operations: list[Operation] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def add(self, size: Size, category: Category, made: int, last: int, maker: str = "", seen: bool = False) -> int:
+        """A new piece; its number."""
+        self.pieces.append(Piece(size, category, made, last, maker, seen))
+        return len(self.pieces) - 1
+
+    def keep(self, value: Value, until: int) -> None:
+        """A value's pieces live at least so long."""
+        for piece in pieces_of(value):
+            self.pieces[piece].last = max(self.pieces[piece].last, until)
+
+
+Body = tuple[GraphModule, Sequence[Node]]
+
+
+class Writer:
+    """Writes graphs into a program, one after the other."""
+
+    def __init__(self, body_of: Callable[[Node], Body | None], scatters: bool = True) -> None:
+        """body_of: the graph that a call of a block runs and the nodes that it takes; None of other calls.
+        scatters: False of a transport that reduces a copy of the whole, as gloo does."""
+        self.program, self.body_of, self.scatters = Program(), body_of, scatters
+        self._in_flight: dict[int, tuple[int, ...]] = {}  # by what a collective gives: what the transport holds meanwhile
+
+    def write(self, gm: GraphModule, half: Half, inputs: Sequence[Value]) -> list[Value]:
+        """Appends a graph's operations; `inputs` are the values of its placeholders. Returns its outputs' values."""
+        values: dict[Any, Value] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs))
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                values[node] = self._call(node, half, values)
+        return [values.get(n) for n in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+
+    def _call(self, node: Node, half: Half, values: dict[Any, Value]) -> Value:
+        if node.target is operator.getitem:
+            source, index = values[node.args[0]], node.args[1]
+            return source[index] if isinstance(source, list) and isinstance(index, int) else source
+        body = self.body_of(node)
+        if body is not None:
+            return self.write(body[0], half, [values.get(n) for n in body[1]])
+        given = tree_leaves((node.args, node.kwargs))
+        reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in given if isinstance(a, Node)])))
+        alias = aliased(node)
+        if alias == "view":
+            return _shared(node, reads)
+        value = self._operation(node, half, reads, writes=alias == "write")
+        self._note_flight(node, reads, value)
+        return value
+
+    def _operation(self, node: Node, half: Half, reads: tuple[int, ...], writes: bool) -> Value:
+        at = len(self.program.operations)
+        self.program.keep(reads, at)
+        value = _shared(node, reads) if writes else self._made(node, at)
+        makes = () if writes else tuple(pieces_of(value))
+        if writes or makes:
+            self.program.operations.append(Operation(node, half, reads, makes))
+        return value
+
+    def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:
+        """What a collective reads stays until somebody has waited; gloo reduces in a copy, too."""
+        at, name = len(self.program.operations) - 1, str(node.target)
+        if name == WAIT:
+            self.program.keep(self._in_flight.pop(value, ()), at)
+        elif name.startswith("_c10d_functional"):
+            self._in_flight[value] = reads
+            if name == REDUCE_SCATTER and not self.scatters:
+                source: Any = node.args[0]
+                copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
+                self._in_flight[value] = (*reads, copied)
+
+    def _made(self, node: Node, at: int) -> Value:
+        def made(tensor: Any) -> Value:
+            if not isinstance(tensor, Tensor):
+                return None
+            return self.program.add(bytes_of(tensor), category_of(node), at, at, node.name)
+
+        example = node.meta.get("val")
+        return [made(t) for t in example] if isinstance(example, (list, tuple)) else made(example)
+
+
+def _shared(node: Node, reads: tuple[int, ...]) -> Value:
+    """The value of a result that lies in the first piece read."""
+    piece = reads[0] if reads else None
+    example = node.meta.get("val")
+    return [piece] * len(example) if isinstance(example, (list, tuple)) else piece
+
+
+def aliased(node: Node) -> Literal["view", "write"] | None:
+    """Whether the result is a view of the first input, or that input, written to; None for memory of its own."""
+    if str(node.target) in _VIEWS:
+        return "view"
+    if str(node.target) == WAIT:
+        return "write"
+    returns = getattr(getattr(node.target, "_schema", None), "returns", None)
+    if not returns or returns[0].alias_info is None:
+        return None
+    return "write" if returns[0].alias_info.is_write else "view"
+
+
+def category_of(node: Node) -> Category:
+    """What a piece is for, by the operation that makes it; what is saved or leaves the step is told apart later."""
+    part = node.meta.get("part_of", "")
+    if "unshard" in part:
+        return "communication" if "all_gather" not in str(node.target) and _feeds_gather(node) else "gathered"
+    if "reduce" in part or str(node.target).startswith("_c10d_functional"):
+        return "communication"
+    return "temporaries"
+
+
+def _feeds_gather(node: Node) -> bool:
+    return any("all_gather" in str(u.target) or (aliased(u) is not None and _feeds_gather(u)) for u in node.users)
+
+
+def pieces_of(value: Value) -> Iterator[int]:
+    """The pieces that a value lies in."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from pieces_of(item)

@@ -1,0 +1,151 @@
+"""The graphs of a step, as a job with this plan would run them, without a job: the same passes, and no code generated."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from autoshard.blocks import Halves, compile_blocks
+from autoshard.capture import Capture
+from autoshard.codegen import Compilation
+from autoshard.console import Phases
+from autoshard.dtypes import dtype_named
+from autoshard.ops.block import Block, block_named
+from autoshard.ops.layout import Layout
+from autoshard.passes import graphs, registry
+from autoshard.passes.base import Context, Phase
+from autoshard.passes.dump import Dump
+from autoshard.passes.manager import PassManager
+from autoshard.plan import ParameterGroup, Plan
+
+_BLOCK, _BLOCK_BACKWARD = torch.ops.autoshard.block.default, torch.ops.autoshard.block_backward.default
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A step's graphs after all passes.
+
+    backward: None where nothing is trained. results: how many of forward's outputs are the model's own. saved: which of
+    forward's outputs is which of backward's inputs. blocks keep those alive that the graphs call.
+    """
+
+    forward: GraphModule
+    backward: GraphModule | None
+    results: int
+    saved: dict[int, int]
+    blocks: tuple[Block, ...]
+
+
+def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
+    """The graphs of rank 0, which has the most rows. Changes nothing of what was captured."""
+    gm = copy.deepcopy(captured.graph)
+    _write_layouts(gm, captured, plan)
+    manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
+    context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone="everyone")
+    with captured.tracing.entered():
+        inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
+        return _Rehearsal(manager, context, inductor, Phases(shown=False)).carry_out(gm, inputs)
+
+
+class _Rehearsal(Compilation):
+    """A compilation that ends before code is generated."""
+
+    def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
+        """Not code, but a bearer of the graph."""
+        return Written(graph)
+
+    def carry_out(self, gm: GraphModule, inputs: Sequence[Any]) -> Rehearsed:
+        """All that `compile` does up to there."""
+        gm = self.manager.run("traced", gm, self.context)
+        blocks = compile_blocks(gm, self.differentiate, self.generate)
+        links: dict[int, int] = {}
+
+        def cut(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            forward, backward = self.partition(joint, joint_inputs, **kwargs)
+            links.update(_links(forward, backward, kwargs["num_fwd_outputs"]))
+            return forward, backward
+
+        halves = self.halves(gm, inputs, cut)
+        return Rehearsed(*self._split_halves(halves), halves.results, links, tuple(blocks))
+
+    def _split_halves(self, halves: Halves) -> tuple[GraphModule, GraphModule | None]:
+        if halves.backward is None:
+            return self.split(halves.forward, "inference"), None
+        return self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Stands where a block's code would be."""
+
+    graph: GraphModule
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Nobody runs a rehearsal."""
+        raise AssertionError("a rehearsed block has no code")
+
+
+def _links(forward: GraphModule, backward: GraphModule, results: int) -> dict[int, int]:
+    """The partitioner calls what backward takes by the name that it has in forward."""
+    places = {n.name: i for i, n in enumerate(backward.graph.find_nodes(op="placeholder"))}
+    outputs: Sequence[Any] = forward.graph.output_node().args[0]  # type: ignore[assignment]
+    saved = list(enumerate(outputs))[results:]
+    return {i: places[n.name] for i, n in saved if isinstance(n, Node) and n.name in places}
+
+
+def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> None:
+    """Puts the plan's own layout into each unshard: what the sharder would have shown to the trace."""
+    inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    for node in graphs.calls(gm, graphs.UNSHARD):
+        group = plan.group_of[captured.parameters[inputs[node.args[0]]]]  # type: ignore[index]
+        node.args = (node.args[0], node.args[1], str(_layout(group, plan)), node.args[3])
+
+
+def _layout(group: ParameterGroup, plan: Plan) -> Layout:
+    sharded = group.degrees.optimizer > 1
+    size = group.degrees.optimizer
+    return Layout(
+        group="shard" if sharded else "",
+        size=size,
+        owners=group.ranks if sharded else (),
+        replicas="replicas" if plan.world > size else "",
+        mean_over=plan.world,
+        compute=dtype_named(plan.compute) if plan.compute else None,
+        reduce=dtype_named(plan.reduce) if plan.reduce else None,
+    )
+
+
+def _input(captured: Capture, position: int, plan: Plan) -> Any:
+    """Rows in the place of a parameter; everything else as it was."""
+    value = captured.inputs[position]
+    group = plan.group_of.get(captured.parameters.get(position, ""))
+    if group is None or not isinstance(value, Tensor):
+        return captured.tracing.like(value)
+    holders = len(group.ranks) or group.degrees.optimizer
+    rows = [math.ceil(value.shape[0] / holders), *value.shape[1:]] if value.dim() else []
+    return captured.tracing.like(value, rows)
+
+
+def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:
+    """The graph that a call of a block stands for, and what that takes; None of any other call."""
+    arguments: tuple[Any, ...] = node.args
+    if graphs.is_call(node, _BLOCK):
+        tensors, sizes, key, _ = arguments
+        made, given = block_named(key), {"input": tensors, "size": sizes}
+        return _graph(made.forward), [given[v.kind][v.index] for v in made.inputs]
+    if graphs.is_call(node, _BLOCK_BACKWARD):
+        saved, tangents, sizes, key = arguments
+        return _graph(block_named(key).backward), [*sizes, *saved, *tangents]
+    return None
+
+
+def _graph(written: Any) -> GraphModule:
+    assert isinstance(written, Written)
+    return written.graph
