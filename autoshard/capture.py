@@ -47,7 +47,22 @@ class _Captured(ThroughDynamo):
 
 
 def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None) -> Capture:
-    """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords.
+    """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords."""
+    try:
+        return capture_call(model, *as_call(example_inputs), compute)
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be called with these example inputs: "
+            f"{str(error).splitlines()[0]}; legal: a tensor, a tuple of arguments, or a dict of keywords"
+        ) from error
+
+
+def capture_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compute: torch.dtype | None = None
+) -> Capture:
+    """The graph of this call of `model`.
 
     compute: the dtype of gathered parameters; None: their own. The model may be on any device, meta too; neither it nor
     the inputs are changed or run, and nothing is allocated. UnsupportedError if torch.compile finds no graph in it.
@@ -57,7 +72,6 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
     found: list[Capture] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)
-        args, kwargs = as_call(example_inputs)
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
         show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
 
@@ -69,13 +83,6 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
             torch.compile(shadow, backend=read)(*args, **kwargs)
         except _Captured:
             return found[0]
-        except AutoshardError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"{type(model).__name__} cannot be called with these example inputs: "
-                f"{str(error).splitlines()[0]}; legal: a tensor, a tuple of arguments, or a dict of keywords"
-            ) from error
     raise UnsupportedError(
         f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
     )

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from autoshard import flags
 from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.cost_model.optimizer import Make, like
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
 from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
 from autoshard.planning import plan
 from autoshard.report import plan_tables
-from autoshard.runtime.optimizers import states_of
 from autoshard.version import __version__
 
 _TOPOLOGY: dict[str, Any] = {"nnodes": 1, "nproc_per_node": 1, "device": "h100"}
@@ -31,7 +31,6 @@ def run() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autoshard plan ... | head` ends quietly
     gc.disable()  # a tenth of the time of such a short life, in which next to nothing becomes garbage
     code = main()
-    gc.freeze()
     sys.exit(code)
 
 
@@ -74,7 +73,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         return pinned
     candidate = _candidate(arguments)
     topology = _topology(arguments)
-    return plan(candidate.model, candidate.example_inputs, config, topology, _states(candidate))
+    return plan(candidate.model, candidate.example_inputs, config, topology, candidate.optimizer_factory and _checked_factory(candidate))
 
 
 def _refuse_topology(arguments: argparse.Namespace) -> None:
@@ -110,16 +109,17 @@ def _topology(arguments: argparse.Namespace) -> Topology:
     return Topology(nnodes, per_node, DEVICES[device])
 
 
-def _states(candidate: Candidate) -> int | None:
-    if candidate.optimizer_factory is None:
-        return None
+def _checked_factory(candidate: Candidate) -> Make:
+    """The file's optimizer factory, tried once."""
+    factory = candidate.optimizer_factory
+    assert factory is not None
     try:
-        optimizer = candidate.optimizer_factory(candidate.model.parameters())
+        made = factory(candidate.model.parameters())
     except Exception as error:
         raise ModelFileError(f"the optimizer factory failed: {type(error).__name__}: {error}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelFileError(f"the optimizer factory returned {type(optimizer).__name__}; legal: a torch optimizer")
-    return states_of(optimizer)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ModelFileError(f"the optimizer factory returned {type(made).__name__}; legal: a torch optimizer")
+    return like(made)
 
 
 def show(made: Plan, arguments: argparse.Namespace) -> None:

@@ -15,13 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
+from autoshard.capture import capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
+from autoshard.cost_model.optimizer import NAMED, like
 from autoshard.errors import ShardingError, UnsupportedError
 from autoshard.family import members_of, used_in
+from autoshard.forecast import Forecaster
 from autoshard.heap import alive
 from autoshard.inventory import Inventory, device_of, names_of, take_inventory
+from autoshard.owner import call_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
@@ -104,7 +108,22 @@ class FirstCall:
             budget=budget_bytes(self.config, min(s["_free"] for s in statements)),
             optimizer_states=max(states) if states else None,
         )
-        return make_plan(inventory, self.config, where)
+        forecast = self._forecaster(where) if self.config.zero == "auto" and self.world.size > 1 else None
+        return make_plan(inventory, self.config, where, forecast or _as_it_is)
+
+    def _forecaster(self, where: Circumstances) -> Forecaster | None:
+        """Simulates what this call will take by each plan; None where the model cannot be traced by itself."""
+        call = call_of(self.model)
+        if call is None:
+            self.phases.say("activations are not predicted: a function, or blocks one by one, were compiled")
+            return None
+        try:
+            captured = capture_call(self.model, *call, self.config.dtypes()[0])
+        except Exception as error:  # of the user's code under tracing, of any kind; the job itself goes on
+            self.phases.warn(f"activations are not predicted: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return None
+        make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
+        return Forecaster(captured, make, where.topology, self.config.codegen == "inductor")
 
     def _describe(self, plan: Plan) -> None:
         for reason in plan.why:
@@ -135,6 +154,10 @@ class FirstCall:
             )
             make_unusable(self.model, final)
             raise final from error
+
+
+def _as_it_is(plan: Plan) -> Plan:
+    return plan
 
 
 _count_first_calls = itertools.count()

@@ -83,16 +83,20 @@ class Traffic:
 class Prediction:
     """What the cost model says of a plan, for one process and one step.
 
-    memory: bytes by category. unknown: what the model leaves out, said in every table.
+    memory: bytes by category at the moment of the peak. place: that moment, an operation and the model's line. error: by
+    how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. unknown:
+    what the model leaves out, said in every table.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
     traffic: tuple[Traffic, ...] = ()
     unknown: tuple[str, ...] = ()
+    place: str = ""
+    error: tuple[float, float] | None = None
 
     @property
-    def state_bytes(self) -> int:
-        """Sum of the categories that are known."""
+    def peak_bytes(self) -> int:
+        """The most bytes at once, of the categories that are known."""
         return sum(self.memory.values())
 
     @property
@@ -219,6 +223,8 @@ def _from_dict(data: dict[str, Any]) -> Plan:
             predicted.get("memory", {}),
             tuple(Traffic(**t) for t in predicted.get("traffic", ())),
             tuple(predicted.get("unknown", ())),
+            predicted.get("place", ""),
+            None if predicted.get("error") is None else tuple(predicted["error"]),
         ),
         why=tuple(data.get("why", ())),
     )

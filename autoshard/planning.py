@@ -9,7 +9,9 @@ from torch import nn
 from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.cost_model.optimizer import NAMED, Make
 from autoshard.errors import PlanError
+from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
@@ -24,23 +26,25 @@ def plan(
     example_inputs: Any,
     config: Config | None = None,
     topology: Topology = HERE,
-    optimizer_states: int | None = None,
+    optimizer: Make | None = None,
 ) -> Plan:
     """The plan for training `model` on a cluster, from its graph alone; nothing runs, nothing is allocated.
 
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
-    optimizer_states: numbers of the parameter's size that the optimizer keeps; None: by config.optimizer.
+    optimizer: makes the optimizer from a list of parameters; None: as config.optimizer says.
     Raises BudgetError if nothing fits, ConfigError if the mesh does not, PlanError if a pinned plan is not
     of this model and this many processes.
     """
     config = config or Config()
-    inventory = capture(model, example_inputs).inventory
+    captured = capture(model, example_inputs, config.dtypes()[0])
+    make = optimizer or NAMED[config.optimizer]
+    forecast = Forecaster(captured, make, topology, inductor=config.codegen == "inductor")
     pinned = config.resolved_plan()
     if pinned is not None:
-        check_plan_fits(pinned, inventory, topology.world)
-        return pinned
-    budget = budget_bytes(config, topology.device.memory or None)
-    return make_plan(inventory, config, Circumstances(topology, budget, optimizer_states))
+        check_plan_fits(pinned, captured.inventory, topology.world)
+        return forecast(pinned)
+    where = Circumstances(topology, budget_bytes(config, topology.device.memory or None))
+    return make_plan(captured.inventory, config, where, forecast)
 
 
 def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:

@@ -79,6 +79,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         _groups_table(plan),
         Text(""),
         _memory_table(plan),
+        *_peak_lines(plan),
         Text(""),
         *_traffic_part(plan),
         *_why(plan),
@@ -127,16 +128,30 @@ def _run_name(run: Sequence[ParameterGroup]) -> str:
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table(title="Memory a process", title_justify="left", box=None, pad_edge=False)
-    table.add_column("category")
+    predicted = plan.predicted
+    table = Table(box=None, pad_edge=False)
+    table.add_column("memory at the peak" if predicted.place else "memory")
     table.add_column("bytes", justify="right")
-    for category, size in plan.predicted.memory.items():
+    for category, size in predicted.memory.items():
         table.add_row(category, bytes_text(size))
-    table.add_row("known so far", bytes_text(plan.predicted.state_bytes), style="bold")
-    for unknown in plan.predicted.unknown:
+    table.add_row("in all" if predicted.place else "known so far", bytes_text(predicted.peak_bytes), style="bold")
+    for unknown in predicted.unknown:
         if unknown in ("activations", "temporaries"):
             table.add_row(unknown, "not modelled")
     return table
+
+
+def _peak_lines(plan: Plan) -> list[RenderableType]:
+    """Where the peak is, and how sure that is."""
+    predicted = plan.predicted
+    if not predicted.place:
+        return []
+    if predicted.error is None:
+        sure = "Never compared with a measurement on this kind of device."
+    else:
+        low, high = (bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error)
+        sure = f"Measured peaks were between {low} and {high} for predictions like this."
+    return [Text(f"The peak is at {predicted.place}."), Text(sure, style="dim")]
 
 
 def _traffic_part(plan: Plan) -> list[RenderableType]:

@@ -91,16 +91,15 @@ def behind_a_break() -> bool:
     return bool(InstructionTranslator.current_tx().f_code.co_name.startswith("torch_dynamo_resume_in"))
 
 
-def compiled_functions_on_the_stack() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """(function, arguments) of every torch.compile'd function that is running, innermost first.
+def compiled_functions_on_the_stack() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """(function, arguments, keywords) of every torch.compile'd function that is running, innermost first.
 
     Reads the frames of `_TorchDynamoContext`'s wrapper, `compile_wrapper(*args, **kwargs)`, and its `fn`.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
-            kwargs = frame.f_locals.get("kwargs", {})
-            yield frame.f_locals["fn"], (*frame.f_locals.get("args", ()), *kwargs.values())
+            yield frame.f_locals["fn"], frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
         frame = frame.f_back
 
 

@@ -78,7 +78,8 @@ def configs(tmp_path: Path) -> dict[str, str]:
 def test_the_table_fits_80_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--nproc-per-node", "8", "--zero", "3"]) == 0
     out = capsys.readouterr().out
-    assert "layers.{0..2}" in out and "8/8/8" in out and "activations" in out and "not modelled" in out
+    assert "layers.{0..2}" in out and "8/8/8" in out and "activations" in out
+    assert "The peak is at " in out and "in all" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -95,7 +96,7 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
     sizes = {}
     for name in ("build", "with_sgd"):
         assert main(["plan", f"{model}:{name}", "--json"]) == 0
-        sizes[name] = Plan.from_json(capsys.readouterr().out).predicted.memory["optimizer"]
+        sizes[name] = Plan.from_json(capsys.readouterr().out).predicted.memory.get("optimizer", 0)
     assert sizes["with_sgd"] == 0 and sizes["build"] > 0
 
 

@@ -74,7 +74,7 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
     stages = [make_plan(_blocks(), Config(zero=s), _where()) for s in range(4)]
     cheapest = min(p.predicted.communication_seconds for p in stages)
     assert free.predicted.communication_seconds == cheapest
-    tight = stages[3].predicted.state_bytes
+    tight = stages[3].predicted.peak_bytes
     chosen = make_plan(_blocks(), Config(), _where(budget=tight))
     assert max(g.degrees.stage for g in chosen.groups) == 3
 
@@ -83,7 +83,7 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
 def test_auto_never_exceeds_the_budget(world: int, budget: int) -> None:
     try:
         plan = make_plan(_blocks(), Config(), _where(world, budget))
-        assert plan.predicted.state_bytes <= budget
+        assert plan.predicted.peak_bytes <= budget
     except BudgetError as error:
         assert "Cheapest fix: " in str(error) and "short" in str(error)
 

@@ -8,10 +8,14 @@ liveness is where a piece is made and where it is read for the last time, by wha
 from __future__ import annotations
 
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -24,6 +28,8 @@ Category = Literal[
 Half = Literal["forward", "backward", "optimizer"]
 
 _VIEWS = frozenset({"aten._unsafe_view.default", "aten.lift_fresh_copy.default"})
+_OURS, _TORCH = Path(__file__).parent.parent, Path(str(torch.__file__)).parent
+_NOT_THE_MODEL = (f"{_OURS}{os.sep}", f"{_TORCH}{os.sep}")
 WAIT = "_c10d_functional.wait_tensor.default"
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
@@ -63,10 +69,11 @@ class Operation:
 
     @property
     def where(self) -> str:
-        """The line of the model that it comes from; "" where autoshard put it."""
-        trace = self.node.meta.get("stack_trace") or self.node.meta.get("fwd_stack_trace")
-        lines = [line.strip() for line in str(trace or "").splitlines() if line.strip().startswith("File ")]
-        return lines[-1] if lines else ""
+        """"model.py:12", the model's line that it comes from; "" where autoshard put it."""
+        trace = self.node.meta.get("stack_trace") or self.node.meta.get("fwd_stack_trace") or ""
+        lines = re.findall(r'File "([^"]+)", line (\d+)', str(trace))
+        models = [(file, line) for file, line in lines if not file.startswith(_NOT_THE_MODEL)]
+        return f"{Path(models[-1][0]).name}:{models[-1][1]}" if models else ""
 
 
 Value = Any  # the number of a piece, a list of values, or None for what is no tensor

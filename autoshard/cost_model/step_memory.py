@@ -15,11 +15,13 @@ from autoshard.cost_model.sizes import Size, bytes_of
 @dataclass(frozen=True)
 class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
-    optimizer: bytes of its state; scratch: bytes that its step takes for a while."""
+    optimizer: bytes of its state; scratch: bytes that its step takes for a while. apart: bytes of parameters that the
+    graphs do not use."""
 
     categories: Mapping[int, Category]
     optimizer: Size
     scratch: Size
+    apart: Size = 0
 
 
 def program_of(
@@ -50,6 +52,7 @@ def program_of(
         elif made.made < middle <= made.last and made.category == "temporaries":
             made.category = "activations"
     program.add(held.optimizer, "optimizer", -1, end, "optimizer")
+    program.add(held.apart, "parameters", -1, end, "unused")
     program.add(held.scratch, "temporaries", end, end, "optimizer step")
     return program
 

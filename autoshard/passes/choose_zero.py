@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.config import Config
@@ -17,6 +17,9 @@ from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Pred
 from autoshard.units import bytes_text, counted
 
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
+
+
+Forecast = Callable[[Plan], Plan]
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,19 @@ class Circumstances:
         return OPTIMIZER_STATES[config.optimizer]
 
 
-def make_plan(inventory: Inventory, config: Config, where: Circumstances) -> Plan:
-    """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not."""
+def make_plan(inventory: Inventory, config: Config, where: Circumstances, forecast: Forecast = lambda plan: plan) -> Plan:
+    """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not.
+
+    forecast: completes a plan's prediction, which has parameters and what belongs to them only.
+    """
     axes = config.mesh_axes() or (("shard", where.topology.world),)
     _check_axes(axes, where.topology.world)
     if config.zero != "auto":
-        plan = _at_stage(inventory, config, where, axes, config.zero)
+        plan = forecast(_at_stage(inventory, config, where, axes, config.zero))
         _check_budget([plan], config, where)
         return _because(plan, f"zero={config.zero} was asked for")
     plans = [_at_stage(inventory, config, where, axes, stage) for stage in range(4)]
-    return _choose(plans, config, where)
+    return _choose(plans, config, where, forecast)
 
 
 def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
@@ -52,21 +58,25 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
 
 
-def _choose(plans: Sequence[Plan], config: Config, where: Circumstances) -> Plan:
+def _choose(plans: list[Plan], config: Config, where: Circumstances, forecast: Forecast) -> Plan:
+    """Asks for forecasts in the order of preference, until one fits."""
+    preferred = sorted(range(4), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
+    for stage in preferred:
+        plans[stage] = forecast(plans[stage])
+        if where.budget is None or plans[stage].predicted.peak_bytes <= where.budget:
+            return _because(plans[stage], *(_reason(s, p, stage, where.budget) for s, p in enumerate(plans)))
     _check_budget(plans, config, where)
-    fitting = [p for p in plans if where.budget is None or p.predicted.state_bytes <= where.budget]
-    best = min(fitting, key=lambda p: (p.predicted.communication_seconds, p.predicted.state_bytes))
-    stage = plans.index(best)
-    return _because(best, *(_reason(s, p, stage, where.budget) for s, p in enumerate(plans)))
+    raise AssertionError("something fits")
 
 
 def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
     predicted = plan.predicted
-    text = f"ZeRO-{stage}: {bytes_text(predicted.state_bytes)} of state, {predicted.communication_seconds:.3g} s on the wire"
+    memory = bytes_text(predicted.peak_bytes) + (" at most" if predicted.place else " and activations")
+    text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     if stage == chosen:
         return text + " (chosen: the least time among those that fit)"
-    if budget is not None and predicted.state_bytes > budget:
-        return text + f" ({bytes_text(predicted.state_bytes - budget)} over the budget)"
+    if budget is not None and predicted.peak_bytes > budget:
+        return text + f" ({bytes_text(predicted.peak_bytes - budget)} over the budget)"
     return text
 
 
@@ -74,14 +84,14 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
     """Fails if no plan fits; a stage that the user pinned is held to a budget only if one was said."""
     if where.budget is None or (config.zero != "auto" and config.memory_budget is None):
         return
-    least = min(reversed(plans), key=lambda p: p.predicted.state_bytes)
-    short = least.predicted.state_bytes - where.budget
+    least = min(reversed(plans), key=lambda p: p.predicted.peak_bytes)
+    short = least.predicted.peak_bytes - where.budget
     if short <= 0:
         return
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
-        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}, state takes "
-        f"{bytes_text(least.predicted.state_bytes)}. Cheapest fix: {_fix(least, config, where)}"
+        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}, a step takes "
+        f"{bytes_text(least.predicted.peak_bytes)}. Cheapest fix: {_fix(least, config, where)}"
     )
 
 
@@ -90,14 +100,17 @@ def _fix(least: Plan, config: Config, where: Circumstances) -> str:
     memory = least.predicted.memory
     if config.zero not in ("auto", 3):
         return 'zero="auto" or zero=3'
-    divided = memory["parameters"] + memory["gradients"] + memory["optimizer"]
-    constant = memory["gathered"] + memory["buckets"]
+    divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))
+    constant = least.predicted.peak_bytes - divided
+    enough = f"a budget of {bytes_text(least.predicted.peak_bytes)}"
     if least.world == 1:
-        return f"more than one process, or a budget of {bytes_text(least.predicted.state_bytes)}"
+        return f"more than one process, or {enough}"
     if constant < where.budget:
         processes = -(-divided * least.world // (where.budget - constant))
-        return f"{processes} processes instead of {least.world}, or a budget of {bytes_text(least.predicted.state_bytes)}"
-    return f"a budget of {bytes_text(least.predicted.state_bytes)}: the largest block alone takes {bytes_text(constant)} when gathered"
+        return f"{processes} processes instead of {least.world}, or {enough}"
+    largest = max((c for c in memory if c not in ("parameters", "gradients", "optimizer")), key=lambda c: memory[c])
+    smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") else ""
+    return f"{smaller}{enough}: {largest} alone take {bytes_text(memory[largest])} on any number of processes"
 
 
 def _at_stage(

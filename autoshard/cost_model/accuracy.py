@@ -1,0 +1,30 @@
+"""How far predictions were off, where they were compared with measurements: `make bench-accuracy` writes accuracy.json."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+_FILE = Path(__file__).with_name("accuracy.json")
+
+
+@functools.cache
+def _record() -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+    return found
+
+
+def memory_error(device: str, inductor: bool) -> tuple[float, float] | None:
+    """(least, most) of measured / predicted - 1 over all recorded peaks; None where none was recorded."""
+    return _interval(device, inductor, "memory")
+
+
+def time_error(device: str, inductor: bool) -> tuple[float, float] | None:
+    """The same of step times."""
+    return _interval(device, inductor, "time")
+
+
+def _interval(device: str, inductor: bool, what: str) -> tuple[float, float] | None:
+    found = _record().get(f"{device} {'inductor' if inductor else 'eager'}", {}).get(what)
+    return (found[0], found[1]) if found else None

@@ -1,0 +1,106 @@
+"""What a plan's step will take: its graphs rehearsed, then simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autoshard.capture import Capture
+from autoshard.cost_model import accuracy, optimizer
+from autoshard.cost_model.fusion import fuse
+from autoshard.cost_model.hardware import Topology
+from autoshard.cost_model.liveness import Curve, Peak, simulate
+from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
+from autoshard.cost_model.program import Category, Program
+from autoshard.cost_model.step_memory import Held, program_of
+from autoshard.inventory import ParameterInfo, floating
+from autoshard.plan import Plan
+from autoshard.rehearsal import Rehearsed, body_of, rehearse
+
+Key = tuple[object, ...]
+Simulated = tuple[Program, Curve, tuple[str, ...]]
+
+
+@dataclass
+class Forecaster:
+    """Predicts plans of one captured model on one cluster. Plans that differ only in what the graphs do not show share
+    a rehearsal."""
+
+    captured: Capture
+    make_optimizer: Make
+    topology: Topology
+    inductor: bool
+    _known: dict[Key, Simulated] = field(default_factory=dict)
+
+    def __call__(self, plan: Plan) -> Plan:
+        """The plan with what its step will take in its prediction."""
+        program, curve, unknown = self.simulated(plan)
+        peak = curve.peak({})
+        found = replace(
+            plan.predicted,
+            memory={category: size for category, size in peak.categories.items() if size},
+            place=_place(program, peak),
+            error=accuracy.memory_error(self.topology.device.name, self.inductor),
+            unknown=(*unknown, *(u for u in plan.predicted.unknown if u not in ("activations", "temporaries"))),
+        )
+        return replace(plan, predicted=found)
+
+    def simulated(self, plan: Plan) -> Simulated:
+        """The plan's program, its curve, and what had to be assumed."""
+        key = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.degrees.parameter > 1) for g in plan.groups)
+        if key not in self._known:
+            held, unknown = self._held(plan)
+            program = self._program(rehearse(self.captured, plan, self.inductor), held)
+            self._known[key] = program, simulate(program), unknown
+        return self._known[key]
+
+    def _program(self, rehearsed: Rehearsed, held: Held) -> Program:
+        program = program_of(
+            rehearsed.forward,
+            rehearsed.backward,
+            rehearsed.results,
+            rehearsed.saved,
+            held,
+            body_of,
+            self.topology.slowest.scatters,
+        )
+        return fuse(program) if self.inductor else program
+
+    def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
+        infos = self.captured.inventory.parameters
+        trained = [_rows(p, plan) for p in infos if p.trained and p.used and floating(p.dtype)]
+        memory = optimizer.memory(self.make_optimizer, trained, foreach=self.topology.device.name != "cpu")
+        categories: dict[int, Category] = dict.fromkeys(self.captured.parameters, "parameters")
+        categories |= dict.fromkeys(self.captured.buffers, "buffers")
+        apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
+        if memory is not None:
+            return Held(categories, memory.state, memory.scratch, apart), ()
+        assumed = _as_adam(trained)
+        return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+
+
+def _rows(info: ParameterInfo, plan: Plan) -> Rows:
+    """What rank 0, which has the most, holds of a parameter."""
+    group = plan.group_of[info.name]
+    if not info.shape:
+        return (), getattr(torch, info.dtype)
+    holders = len(group.ranks) or group.degrees.optimizer
+    return (math.ceil(info.shape[0] / holders), *info.shape[1:]), getattr(torch, info.dtype)
+
+
+def _bytes(rows: Rows) -> int:
+    return math.prod(rows[0]) * rows[1].itemsize
+
+
+def _as_adam(rows: Sequence[Rows]) -> OptimizerMemory:
+    return OptimizerMemory(2 * sum(map(_bytes, rows)), 2 * max(map(_bytes, rows), default=0))
+
+
+def _place(program: Program, peak: Peak) -> str:
+    if peak.operation == len(program.operations):
+        return "the optimizer's step"
+    operation = program.operations[peak.operation]
+    return f"{operation.name.removeprefix('aten.')} in {operation.half}" + (f", {operation.where}" if operation.where else "")
