@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from autoshard import flags
-from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.cost_model.cluster import Cluster, measured_here
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import Make, like
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
 from autoshard.model_file import Candidate, from_file, from_hf
@@ -23,7 +24,7 @@ from autoshard.planning import plan
 from autoshard.report import plan_tables
 from autoshard.version import __version__
 
-_TOPOLOGY: dict[str, Any] = {"nnodes": 1, "nproc_per_node": 1, "device": "h100"}
+_CLUSTER = ("nnodes", "nproc_per_node", "device")
 
 
 def run() -> None:
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seq", type=int, help="with --hf: tokens a sequence (default 2048, or what the model takes)")
     p.add_argument("--nnodes", type=int, help="machines (default 1)")
     p.add_argument("--nproc-per-node", type=int, help="processes on each, one a device (default 1)")
-    p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default {_TOPOLOGY['device']})")
+    p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default h100)")
     p.add_argument("--json", action="store_true", help="print the plan as a file that Config(plan=...) reads")
     flags.add(p)
     return top
@@ -69,16 +70,16 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     config = flags.config(arguments)
     pinned = config.resolved_plan()
     if pinned is not None and arguments.model is None and arguments.hf is None:
-        _refuse_topology(arguments)
+        _refuse_cluster(arguments)
         return pinned
     candidate = _candidate(arguments)
-    topology = _topology(arguments)
-    return plan(candidate.model, candidate.example_inputs, config, topology, candidate.optimizer_factory and _checked_factory(candidate))
+    optimizer = candidate.optimizer_factory and _checked_factory(candidate)
+    return plan(candidate.model, candidate.example_inputs, config, _cluster(arguments), optimizer)
 
 
-def _refuse_topology(arguments: argparse.Namespace) -> None:
+def _refuse_cluster(arguments: argparse.Namespace) -> None:
     """A plan that is only shown has its processes already."""
-    for name in _TOPOLOGY:
+    for name in _CLUSTER:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"{name}: a plan file says that itself; legal: with a model, to check the plan against it")
 
@@ -99,14 +100,17 @@ def _at_least_one(name: str, value: Any) -> None:
         raise ConfigError(f"{name}: {value} is not legal; legal: 1 or more")
 
 
-def _topology(arguments: argparse.Namespace) -> Topology:
-    given = [getattr(arguments, name) for name in _TOPOLOGY]
-    nnodes, per_node, device = (d if v is None else v for v, d in zip(given, _TOPOLOGY.values()))
-    if device not in DEVICES:
-        raise ConfigError(f"device: {device!r} is not known; legal: {', '.join(DEVICES)}")
-    _at_least_one("nnodes", nnodes)
-    _at_least_one("nproc_per_node", per_node)
-    return Topology(nnodes, per_node, DEVICES[device])
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    """What the flags say, over what the cluster's file says."""
+    said = flags.config(arguments).resolved_cluster() or Cluster(1, 1, measured_here("h100"))
+    for name in ("nnodes", "nproc_per_node"):
+        if getattr(arguments, name) is not None:
+            _at_least_one(name, getattr(arguments, name))
+    return Cluster(
+        said.nodes if arguments.nnodes is None else arguments.nnodes,
+        said.per_node if arguments.nproc_per_node is None else arguments.nproc_per_node,
+        said.device if arguments.device is None else measured_here(arguments.device),
+    )
 
 
 def _checked_factory(candidate: Candidate) -> Make:
@@ -129,7 +133,7 @@ def show(made: Plan, arguments: argparse.Namespace) -> None:
         return
     console = Console(highlight=False)
     if arguments.model is not None or arguments.hf is not None:
-        where = _topology(arguments)
+        where = _cluster(arguments)
         console.print(f"{where.nodes} x {where.per_node} {where.device.name}", style="dim")
     for part in plan_tables(made):
         console.print(part)

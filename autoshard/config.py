@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoshard.cost_model.cluster import Cluster
 from autoshard.errors import ConfigError
 from autoshard.plan import OPTIMIZER_STATES, Plan
 from autoshard.units import parse_bytes
@@ -44,6 +45,8 @@ class Config:
     precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     codegen: "inductor" or "eager" (the rewritten graph, op by op).
+    cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of
+        one.
     optimizer: what a plan assumes before an optimizer is seen: "adamw", "sgd", ...
     buffers: "broadcast" (after each change rank 0's are everyone's, as DDP) or "local".
     replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000.
@@ -60,6 +63,7 @@ class Config:
     memory_budget: int | float | str | None = None
     precision: str | MixedPrecisionPolicy | None = None
     codegen: Literal["inductor", "eager"] = "inductor"
+    cluster: Cluster | str | Path = "auto"
     optimizer: str = "adamw"
     buffers: Literal["broadcast", "local"] = "broadcast"
     replicate_below: int | Literal["auto"] = "auto"
@@ -81,6 +85,8 @@ class Config:
         self._check_numbers()
         self._check_passes()
         self._check_plan()
+        if not isinstance(self.cluster, Cluster | str | Path):
+            raise ConfigError(f"cluster: {self.cluster!r} is not legal; legal: 'auto', a Cluster, or a YAML file")
 
     def _check_budget(self) -> None:
         budget = self.memory_budget
@@ -160,6 +166,12 @@ class Config:
         described = {f.name: str(getattr(self, f.name)) for f in fields(self) if f.name not in skipped}
         plan = self.resolved_plan()
         return described | {"plan": plan.hash if plan else "None"}
+
+    def resolved_cluster(self) -> Cluster | None:
+        """The cluster that was said, read from its file if it is one; None for "auto"."""
+        if self.cluster == "auto" or isinstance(self.cluster, Cluster):
+            return None if self.cluster == "auto" else self.cluster  # type: ignore[return-value]
+        return Cluster.load(self.cluster)
 
     def resolved_plan(self) -> Plan | None:
         """The pinned plan, read from its file if it is one."""

@@ -13,6 +13,10 @@ class ConfigError(AutoshardError, ValueError):
     """A configuration field has an unknown name or an impossible value."""
 
 
+class ClusterError(AutoshardError, ValueError):
+    """The description of a cluster has an unknown name or an impossible figure."""
+
+
 class PlanError(AutoshardError, ValueError):
     """A plan cannot be made, read, or applied to this model on these processes."""
 

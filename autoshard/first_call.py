@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autoshard.capture import capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
-from autoshard.cost_model.hardware import DEVICES, Topology, device_named_like, free_memory
+from autoshard.cost_model.cluster import Cluster, measured_here
+from autoshard.cost_model.hardware import DEVICES, Device, device_named_like, free_memory
 from autoshard.cost_model.optimizer import NAMED, like
 from autoshard.errors import ShardingError, UnsupportedError
 from autoshard.family import members_of, used_in
@@ -104,7 +105,7 @@ class FirstCall:
             return pinned
         states = [optimizers.states_of(o) for o in self.optimizers]
         where = Circumstances(
-            topology=local_topology(self.world.size, device_of(self.model)),
+            cluster=local_cluster(self.config, self.world.size, device_of(self.model)),
             budget=budget_bytes(self.config, min(s["_free"] for s in statements)),
             optimizer_states=max(states) if states else None,
         )
@@ -123,7 +124,7 @@ class FirstCall:
             self.phases.warn(f"activations are not predicted: {type(error).__name__}: {str(error).splitlines()[0]}")
             return None
         make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
-        return Forecaster(captured, make, where.topology, self.config.codegen == "inductor")
+        return Forecaster(captured, make, where.cluster, self.config.codegen == "inductor")
 
     def _describe(self, plan: Plan) -> None:
         for reason in plan.why:
@@ -216,9 +217,17 @@ def refuse_unplanned(state: ModelState, inputs: Sequence[Any]) -> None:
             )
 
 
-def local_topology(world: int, device: torch.device) -> Topology:
-    """What the launcher's variables say of the machine."""
+def local_cluster(config: Config, world: int, device: torch.device) -> Cluster:
+    """What the config or else the launcher's variables say of the machines."""
+    said = config.resolved_cluster()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    kind = device_named_like(name) if device.type == "cuda" else DEVICES["cpu"]
-    return Topology(max(1, world // per_node), min(per_node, world), kind)
+    kind = said.device if said else _kind_of(device)
+    return Cluster(max(1, world // per_node), min(per_node, world), kind)
+
+
+def _kind_of(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return measured_here("cpu")
+    found = torch.cuda.get_device_properties(device)
+    kind = device_named_like(found.name, found.total_memory)
+    return measured_here(kind.name) if kind.name in DEVICES else kind

@@ -10,8 +10,8 @@ import torch
 
 from autoshard.capture import Capture
 from autoshard.cost_model import accuracy, optimizer
+from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.fusion import fuse
-from autoshard.cost_model.hardware import Topology
 from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Program
@@ -31,7 +31,7 @@ class Forecaster:
 
     captured: Capture
     make_optimizer: Make
-    topology: Topology
+    cluster: Cluster
     inductor: bool
     _known: dict[Key, Simulated] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class Forecaster:
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
             place=_place(program, peak),
-            error=accuracy.memory_error(self.topology.device.name, self.inductor),
+            error=accuracy.memory_error(self.cluster.device.name, self.inductor),
             unknown=(*unknown, *(u for u in plan.predicted.unknown if u not in ("activations", "temporaries"))),
         )
         return replace(plan, predicted=found)
@@ -65,14 +65,14 @@ class Forecaster:
             rehearsed.saved,
             held,
             body_of,
-            self.topology.slowest.scatters,
+            self.cluster.slowest.scatters,
         )
         return fuse(program) if self.inductor else program
 
     def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         infos = self.captured.inventory.parameters
         trained = [_rows(p, plan) for p in infos if p.trained and p.used and floating(p.dtype)]
-        memory = optimizer.memory(self.make_optimizer, trained, foreach=self.topology.device.name != "cpu")
+        memory = optimizer.memory(self.make_optimizer, trained, foreach=self.cluster.device.name != "cpu")
         categories: dict[int, Category] = dict.fromkeys(self.captured.parameters, "parameters")
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
         apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)

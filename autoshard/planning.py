@@ -8,7 +8,8 @@ from torch import nn
 
 from autoshard.capture import capture
 from autoshard.config import Config
-from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED, Make
 from autoshard.errors import PlanError
 from autoshard.forecast import Forecaster
@@ -18,14 +19,14 @@ from autoshard.plan import Plan
 from autoshard.units import parse_bytes
 
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
-HERE = Topology(1, 1, DEVICES["cpu"])
+HERE = Cluster(1, 1, DEVICES["cpu"])
 
 
 def plan(
     model: nn.Module,
     example_inputs: Any,
     config: Config | None = None,
-    topology: Topology = HERE,
+    cluster: Cluster = HERE,
     optimizer: Make | None = None,
 ) -> Plan:
     """The plan for training `model` on a cluster, from its graph alone; nothing runs, nothing is allocated.
@@ -38,12 +39,12 @@ def plan(
     config = config or Config()
     captured = capture(model, example_inputs, config.dtypes()[0])
     make = optimizer or NAMED[config.optimizer]
-    forecast = Forecaster(captured, make, topology, inductor=config.codegen == "inductor")
+    forecast = Forecaster(captured, make, cluster, inductor=config.codegen == "inductor")
     pinned = config.resolved_plan()
     if pinned is not None:
-        check_plan_fits(pinned, captured.inventory, topology.world)
+        check_plan_fits(pinned, captured.inventory, cluster.world)
         return forecast(pinned)
-    where = Circumstances(topology, budget_bytes(config, topology.device.memory or None))
+    where = Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
     return make_plan(captured.inventory, config, where, forecast)
 
 

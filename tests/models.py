@@ -112,7 +112,7 @@ class Residual(nn.Module):
         self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.norm(self.conv(x)))
+        return x + torch.nn.functional.gelu(self.norm(self.conv(x)))  # smooth: see t5_deep
 
 
 class ResNet(nn.Module):

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard import Config, Degrees, ParameterGroup, Plan
-from autoshard.cost_model.hardware import DEVICES, Topology
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
 from autoshard.passes.choose_zero import Circumstances, make_plan
@@ -23,7 +24,7 @@ def _blocks(count: int = 4) -> Inventory:
 
 
 def _where(world: int = 8, budget: int | None = None) -> Circumstances:
-    return Circumstances(Topology(1, world, DEVICES["h100"]), budget)
+    return Circumstances(Cluster(1, world, DEVICES["h100"]), budget)
 
 
 def test_a_stage_is_three_degrees() -> None:

@@ -1,16 +1,22 @@
-"""Hardware: what a device holds and what its links carry, as far as a first model needs it."""
+"""Hardware: what a device holds, how fast it computes and moves, and what its links carry."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
+
+from autoshard.errors import ClusterError
+
+GIB = 1024**3
+Table = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
 
 @dataclass(frozen=True)
 class Link:
-    """seconds = latency + bytes / bandwidth, a message.
+    """seconds = latency + bytes / bandwidth, a message, each way.
 
     scatters: False where the transport carries out a reduce-scatter as an all-reduce, as gloo does (measured:
     8 MB over two hosts at 1 Gbit/s take 72 ms against the all-reduce's 70).
@@ -20,49 +26,102 @@ class Link:
     bandwidth: float
     scatters: bool = True
 
+    def __post_init__(self) -> None:
+        _in_range("latency", self.latency, 0, 10, "seconds")
+        _in_range("bandwidth", self.bandwidth, 1e3, 1e14, "bytes a second")
+
 
 @dataclass(frozen=True)
 class Device:
-    """memory: bytes. inside, across: links within a node and between nodes, per process."""
+    """memory: bytes; 0 is not known. flops: operations a second by dtype, dense matmuls at their peak. bandwidth: of its
+    memory, bytes a second. launch: seconds that a kernel takes at least. inside, across: links within a node and between
+    nodes, a process. tables: what `autoshard calibrate` measured, see `cost_model/kernels.py`. source: of the figures.
+    """
 
     name: str
     memory: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    launch: float
     inside: Link
     across: Link
+    source: str = ""
+    tables: Mapping[str, Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _in_range("memory", self.memory, 0, 1e14, "bytes")
+        _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
+        _in_range("launch", self.launch, 0, 1, "seconds")
+        for dtype, rate in self.flops.items():
+            _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
+        for name, table in self.tables.items():
+            _check_table(name, table)
 
 
-GIB = 1024**3
-
-# Memory and link rates from the vendors' data sheets (NVLink per direction; 400 Gbit/s NDR per GPU across);
-# latencies are typical of NCCL rings. "cpu" is gloo over loopback and 1 Gbit/s, as bench/ measures it.
-DEVICES = {
-    "h100": Device("h100", 80 * GIB, Link(10e-6, 450e9), Link(20e-6, 50e9)),
-    "h200": Device("h200", 141 * GIB, Link(10e-6, 450e9), Link(20e-6, 50e9)),
-    "a100": Device("a100", 80 * GIB, Link(10e-6, 300e9), Link(20e-6, 25e9)),
-    "a100-40": Device("a100-40", 40 * GIB, Link(10e-6, 300e9), Link(20e-6, 25e9)),
-    "l4": Device("l4", 24 * GIB, Link(15e-6, 32e9), Link(30e-6, 12.5e9)),
-    "rtx4090": Device("rtx4090", 24 * GIB, Link(15e-6, 32e9), Link(30e-6, 3e9)),
-    "cpu": Device("cpu", 0, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False)),
-}
+def _in_range(name: str, value: float, low: float, high: float, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ClusterError(f"{name}: {value!r} is not legal; legal: {low:g} to {high:g} {unit}")
 
 
-@dataclass(frozen=True)
-class Topology:
-    """nodes × processes a node, all with one kind of device."""
+def _check_table(name: str, table: Table) -> None:
+    sizes = [size for size, _ in table]
+    if not table or sizes != sorted(set(sizes)):
+        raise ClusterError(f"tables.{name}: sizes {sizes} are not legal; legal: one or more, each above the last")
+    for _, seconds in table:
+        _in_range(f"tables.{name}", seconds, 0, 1e4, "seconds")
 
-    nodes: int
-    per_node: int
-    device: Device
 
-    @property
-    def world(self) -> int:
-        """Processes in all."""
-        return self.nodes * self.per_node
+def _gpu(
+    name: str, gib: float, tflops: Mapping[str, float], tb_s: float, nv_gb_s: float, net_gb_s: float, source: str
+) -> Device:
+    """tflops: dense. nv_gb_s, net_gb_s: gigabytes a second each way, to the node's others and to the network."""
+    inside = Link(10e-6 if nv_gb_s > 100 else 15e-6, nv_gb_s * 1e9)
+    flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
+    return Device(name, int(gib * GIB), flops, tb_s * 1e12, 4e-6, inside, Link(20e-6, net_gb_s * 1e9), source)
 
-    @property
-    def slowest(self) -> Link:
-        """The link that bounds a ring over all processes."""
-        return self.device.across if self.nodes > 1 else self.device.inside
+
+# Dense rates (without sparsity), memory and links from the vendors' data sheets, named in `source`. fp32 is what torch
+# does by default, without TF32. Latencies are typical of NCCL rings; a launch is typical of CUDA. Across: 400 Gbit/s a
+# GPU where such nodes are sold with it (DGX H100), 200 for A100, 100 for the others. Measure yours by
+# `autoshard calibrate`. "cpu" is one core with gloo over 1 Gbit/s, in round figures.
+_PRESETS = (
+    _gpu("h100", 80, {"bf16": 989, "fp16": 989, "fp32": 67}, 3.35, 450, 50, "NVIDIA H100 data sheet, SXM"),
+    _gpu("h100-pcie", 80, {"bf16": 756, "fp16": 756, "fp32": 51}, 2.0, 64, 50, "NVIDIA H100 data sheet, PCIe"),
+    _gpu("h200", 141, {"bf16": 989, "fp16": 989, "fp32": 67}, 4.8, 450, 50, "NVIDIA H200 data sheet, SXM"),
+    _gpu("b200", 180, {"bf16": 2250, "fp16": 2250, "fp32": 75}, 7.7, 900, 50, "NVIDIA HGX B200 data sheet, an eighth"),
+    _gpu("a100", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 2.039, 300, 25, "NVIDIA A100 data sheet, 80 GB SXM"),
+    _gpu("a100-40", 40, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 1.555, 300, 25, "NVIDIA A100 data sheet, 40 GB SXM"),
+    _gpu("v100", 32, {"fp16": 125, "fp32": 15.7}, 0.9, 150, 12.5, "NVIDIA V100 data sheet, SXM2"),
+    _gpu("l4", 24, {"bf16": 121, "fp16": 121, "fp32": 30.3}, 0.3, 32, 12.5, "NVIDIA L4 data sheet"),
+    _gpu("rtx4090", 24, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, 1.008, 32, 12.5, "NVIDIA Ada whitepaper"),
+    _gpu("mi300x", 192, {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4}, 5.3, 448, 50, "AMD Instinct MI300X data sheet"),
+    Device(
+        "cpu", 0, {"fp32": 60e9, "bf16": 30e9}, 10e9, 5e-6, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False), "round figures"
+    ),
+)
+DEVICES = {device.name: device for device in _PRESETS}
+
+
+def device_named_like(name: str, memory: int) -> Device:
+    """The preset whose name occurs in what a driver calls the device, such as "NVIDIA H100 80GB HBM3", with this memory.
+
+    A device that no preset names keeps its own name, and the figures of the slowest GPU that has one stand for its: see
+    `is_known`.
+    """
+    words = _letters(name)
+    fitting = [d for d in DEVICES.values() if all(_letters(part) in words for part in d.name.split("-"))]
+    if not fitting:
+        return replace(DEVICES["l4"], name=name, memory=memory, source="")
+    return replace(max(fitting, key=lambda d: (len(d.name), -abs(d.memory - memory))), memory=memory)
+
+
+def is_known(device: Device) -> bool:
+    """False if the figures are another device's."""
+    return bool(device.source)
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text.lower() if c.isalnum()).replace("geforce", "")
 
 
 def free_memory(device: torch.device) -> int:
@@ -71,12 +130,3 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(pages) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def device_named_like(name: str) -> Device:
-    """The preset whose name occurs in what a driver calls the device, such as "NVIDIA H100 80GB HBM3"."""
-    words = name.lower().replace(" ", "").replace("geforce", "")
-    for key in sorted(DEVICES, key=len, reverse=True):
-        if key in words:
-            return DEVICES[key]
-    return DEVICES["cpu"] if "cpu" in words else DEVICES["a100"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.config import Config
 from autoshard.cost_model import step
-from autoshard.cost_model.hardware import Topology
+from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
@@ -26,7 +26,7 @@ Forecast = Callable[[Plan], Plan]
 class Circumstances:
     """Where a plan will run. budget: bytes a process may use for state; None: no limit is known."""
 
-    topology: Topology
+    cluster: Cluster
     budget: int | None
     optimizer_states: int | None = None
 
@@ -42,8 +42,8 @@ def make_plan(inventory: Inventory, config: Config, where: Circumstances, foreca
 
     forecast: completes a plan's prediction, which has parameters and what belongs to them only.
     """
-    axes = config.mesh_axes() or (("shard", where.topology.world),)
-    _check_axes(axes, where.topology.world)
+    axes = config.mesh_axes() or (("shard", where.cluster.world),)
+    _check_axes(axes, where.cluster.world)
     if config.zero != "auto":
         plan = forecast(_at_stage(inventory, config, where, axes, config.zero))
         _check_budget([plan], config, where)
@@ -133,7 +133,7 @@ def _at_stage(
     )
     compute, reduce = config.dtypes()
     plan = Plan(
-        world=where.topology.world,
+        world=where.cluster.world,
         axes=axes,
         groups=groups,
         compute=name_of_dtype(compute) if compute else "",
@@ -141,14 +141,14 @@ def _at_stage(
         buffers=config.buffers,
         covered=inventory.covered,
     )
-    return predict(plan, inventory, where.states(config), where.topology)
+    return predict(plan, inventory, where.states(config), where.cluster)
 
 
-def predict(plan: Plan, inventory: Inventory, states: int, topology: Topology) -> Plan:
+def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> Plan:
     """The plan with what the cost model says of it."""
     infos = {p.name: p for p in inventory.parameters}
     costs = [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
-    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, topology.slowest))
+    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster.slowest))
     prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
     return replace(plan, predicted=prediction)
 

@@ -1,0 +1,139 @@
+"""Cluster: nodes of devices and the links between them, in Python and as a YAML file."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autoshard.cost_model.hardware import DEVICES, Device, Link
+from autoshard.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes × processes a node, one device each, all of one kind."""
+
+    nodes: int
+    per_node: int
+    device: Device
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
+                raise ClusterError(f"{name}: {value!r} is not legal; legal: a whole number from 1 to 1,000,000")
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.nodes * self.per_node
+
+    @property
+    def slowest(self) -> Link:
+        """The link that bounds a ring over all processes."""
+        return self.device.across if self.nodes > 1 else self.device.inside
+
+    def to_yaml(self) -> str:
+        """The cluster as text that `from_yaml` reads, meant to be edited by people too."""
+        data = asdict(self)
+        data["device"]["flops"] = dict(self.device.flops)
+        data["device"]["tables"] = {name: [list(p) for p in table] for name, table in self.device.tables.items()}
+        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+
+    @staticmethod
+    def from_yaml(text: str) -> Cluster:
+        """Inverse of `to_yaml`. A device may be a preset's name, or a mapping that has one as `preset` and says what
+        differs. ClusterError names what is not legal."""
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ClusterError(f"cluster: not YAML: {str(error).splitlines()[0]}") from error
+        data = _mapping("cluster", data, ("nodes", "per_node", "device"))
+        if "device" not in data:
+            raise ClusterError(f"cluster: device is missing; legal: a mapping, or one of {', '.join(DEVICES)}")
+        return Cluster(data.get("nodes", 1), data.get("per_node", 1), _device(data["device"]))
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """The cluster in a file."""
+        try:
+            return Cluster.from_yaml(Path(path).read_text())
+        except OSError as error:
+            raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror})") from error
+
+
+def cache_file(device: str) -> Path:
+    """Where `autoshard calibrate` leaves what it measured of a kind of device on this machine."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autoshard"
+    return folder / f"{platform.node()}-{device}.yaml"
+
+
+def measured_here(name: str) -> Device:
+    """The device of this name as it was measured on this machine; its preset where it was not."""
+    known, file = preset(name), cache_file(name)
+    return Cluster.load(file).device if file.exists() else known
+
+
+def preset(name: Any) -> Device:
+    """The device of this name."""
+    if name not in DEVICES:
+        raise ClusterError(f"device: {name!r} is not known; legal: {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def _device(data: Any) -> Device:
+    if isinstance(data, str):
+        return preset(data)
+    names = tuple(f.name for f in fields(Device))
+    data = _mapping("device", data, ("preset", *names))
+    if "preset" in data:
+        base = preset(data.pop("preset"))
+    else:
+        missing = [n for n in names if n not in data and n not in ("source", "tables")]
+        if missing:
+            raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
+        base = DEVICES["cpu"]
+    made = {name: _field(name, value, base) for name, value in data.items()}
+    return replace(base, **made)
+
+
+def _field(name: str, value: Any, base: Device) -> Any:
+    if name in ("inside", "across"):
+        link = _mapping(name, value, tuple(f.name for f in fields(Link)))
+        return replace(getattr(base, name), **{key: _number(v) for key, v in link.items()})
+    if name == "flops":
+        rates = _mapping(name, value, ("bf16", "fp16", "fp32", "fp64"))
+        return {dtype: _number(rate) for dtype, rate in rates.items()}
+    if name == "tables":
+        tables = _mapping(name, value, None)
+        return {key: tuple(map(_point, [key] * len(points), points)) for key, points in tables.items()}
+    return value if name in ("name", "source") else _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-6, without a point, for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _point(name: str, point: Any) -> tuple[float, float]:
+    if not isinstance(point, list | tuple) or len(point) != 2 or not all(isinstance(v, int | float) for v in point):
+        raise ClusterError(f"tables.{name}: {point!r} is not legal; legal: [size, seconds]")
+    return float(point[0]), float(point[1])
+
+
+def _mapping(name: str, value: Any, legal: tuple[str, ...] | None) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ClusterError(f"{name}: {value!r} is not legal; legal: a mapping")
+    for key in value:
+        if legal is not None and key not in legal:
+            raise ClusterError(f"{name}: {key!r} is not known; legal: {', '.join(legal)}")
+    return dict(value)
