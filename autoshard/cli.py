@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from autoshard import flags
-from autoshard.cost_model.cluster import Cluster, measured_here
+from autoshard.calibrate import calibrate
+from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import Make, like
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
@@ -22,6 +25,7 @@ from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
 from autoshard.planning import plan
 from autoshard.report import plan_tables
+from autoshard.units import counted
 from autoshard.version import __version__
 
 _CLUSTER = ("nnodes", "nproc_per_node", "device")
@@ -39,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 2 after an error that is the user's to mend."""
     arguments = parser().parse_args(argv)
     try:
+        if arguments.command == "calibrate":
+            return _calibrate(arguments)
         with contextlib.redirect_stdout(sys.stderr):  # what a model file prints is not the plan
             made = _plan(arguments)
         show(made, arguments)
@@ -63,7 +69,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default h100)")
     p.add_argument("--json", action="store_true", help="print the plan as a file that Config(plan=...) reads")
     flags.add(p)
+    c = commands.add_parser("calibrate", help="measure this machine for better predictions; under torchrun, its links too")
+    c.add_argument("--out", type=Path, help="file for the cluster (default: where cluster='auto' finds it)")
     return top
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    cluster = calibrate()
+    file = arguments.out or cache_file(cluster.device.name)
+    if int(os.environ.get("RANK", "0")) == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(cluster.to_yaml())
+        print(f"{file}: {counted(cluster.world, 'process', 'processes')} of {cluster.device.name}, measured")
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -16,12 +16,14 @@ from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Program
 from autoshard.cost_model.step_memory import Held, program_of
+from autoshard.cost_model.step_time import step_time
+from autoshard.cost_model.work import work_of
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.plan import Plan
 from autoshard.rehearsal import Rehearsed, body_of, rehearse
 
 Key = tuple[object, ...]
-Simulated = tuple[Program, Curve, tuple[str, ...]]
+Simulated = tuple[Program, Curve, Held, tuple[str, ...]]
 
 
 @dataclass
@@ -37,24 +39,30 @@ class Forecaster:
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
-        program, curve, unknown = self.simulated(plan)
+        program, curve, held, unknown = self.simulated(plan)
         peak = curve.peak({})
+        sizes = {"shard": plan.shard_size, "replicas": plan.world // plan.shard_size, "everyone": plan.world}
+        if plan.shard_size == 1 or not plan.sharded:
+            sizes["replicas"] = plan.world
+        took = step_time(program, held.moved, self.cluster, sizes, self.inductor)
         found = replace(
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
             place=_place(program, peak),
             error=accuracy.memory_error(self.cluster.device.name, self.inductor),
-            unknown=(*unknown, *(u for u in plan.predicted.unknown if u not in ("activations", "temporaries"))),
+            unknown=(*unknown, *_guessed(program)),
+            seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
+            seconds_error=accuracy.time_error(self.cluster.device.name, self.inductor),
         )
         return replace(plan, predicted=found)
 
     def simulated(self, plan: Plan) -> Simulated:
-        """The plan's program, its curve, and what had to be assumed."""
+        """The plan's program, its curve, what it holds, and what had to be assumed."""
         key = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.degrees.parameter > 1) for g in plan.groups)
         if key not in self._known:
             held, unknown = self._held(plan)
             program = self._program(rehearse(self.captured, plan, self.inductor), held)
-            self._known[key] = program, simulate(program), unknown
+            self._known[key] = program, simulate(program), held, unknown
         return self._known[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:
@@ -77,9 +85,15 @@ class Forecaster:
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
         apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
         if memory is not None:
-            return Held(categories, memory.state, memory.scratch, apart), ()
+            return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
         assumed = _as_adam(trained)
         return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+
+
+def _guessed(program: Program) -> tuple[str, ...]:
+    """What operations have no rule; their bytes stand for them."""
+    names = {o.name for o in program.operations if not o.parts[1:] and work_of(o).guessed}
+    return (f"a rule for {', '.join(sorted(names))} (costed by bytes)",) if names else ()
 
 
 def _rows(info: ParameterInfo, plan: Plan) -> Rows:

@@ -84,8 +84,9 @@ class Prediction:
     """What the cost model says of a plan, for one process and one step.
 
     memory: bytes by category at the moment of the peak. place: that moment, an operation and the model's line. error: by
-    how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. unknown:
-    what the model leaves out, said in every table.
+    how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
+    step, by part: compute, waiting for collectives, and the optimizer; none where they were not simulated. seconds_error:
+    as error. unknown: what the model leaves out, said in every table.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -93,11 +94,18 @@ class Prediction:
     unknown: tuple[str, ...] = ()
     place: str = ""
     error: tuple[float, float] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    seconds_error: tuple[float, float] | None = None
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes at once, of the categories that are known."""
         return sum(self.memory.values())
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A whole step; None if it was not simulated."""
+        return sum(self.seconds.values()) if self.seconds else None
 
     @property
     def communication_seconds(self) -> float:
@@ -204,6 +212,10 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _interval(value: Any) -> tuple[float, float] | None:
+    return None if value is None else (value[0], value[1])
+
+
 def _from_dict(data: dict[str, Any]) -> Plan:
     predicted = data.get("predicted", {})
     return Plan(
@@ -224,7 +236,9 @@ def _from_dict(data: dict[str, Any]) -> Plan:
             tuple(Traffic(**t) for t in predicted.get("traffic", ())),
             tuple(predicted.get("unknown", ())),
             predicted.get("place", ""),
-            None if predicted.get("error") is None else tuple(predicted["error"]),
+            _interval(predicted.get("error")),
+            predicted.get("seconds", {}),
+            _interval(predicted.get("seconds_error")),
         ),
         why=tuple(data.get("why", ())),
     )

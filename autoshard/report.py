@@ -81,6 +81,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         _memory_table(plan),
         *_peak_lines(plan),
         Text(""),
+        *_time_part(plan),
         *_traffic_part(plan),
         *_why(plan),
     ]
@@ -154,6 +155,24 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     return [Text(f"The peak is at {predicted.place}."), Text(sure, style="dim")]
 
 
+def _time_part(plan: Plan) -> list[RenderableType]:
+    """The step's seconds, and how sure they are."""
+    predicted = plan.predicted
+    if predicted.step_seconds is None:
+        return []
+    table = Table(box=None, pad_edge=False)
+    table.add_column("time of a step")
+    table.add_column("ms", justify="right")
+    for part, seconds in predicted.seconds.items():
+        table.add_row(part, f"{seconds * 1e3:.2f}")
+    table.add_row("in all", f"{predicted.step_seconds * 1e3:.2f}", style="bold")
+    sure = "Never compared with a measurement on this kind of device."
+    if predicted.seconds_error is not None:
+        low, high = (f"{predicted.step_seconds * (1 + e) * 1e3:.2f}" for e in predicted.seconds_error)
+        sure = f"Measured steps took between {low} and {high} ms for predictions like this."
+    return [table, Text(sure, style="dim"), Text("")]
+
+
 def _traffic_part(plan: Plan) -> list[RenderableType]:
     if not plan.predicted.traffic:
         return [Text("No communication.")]
@@ -167,7 +186,7 @@ def _traffic_part(plan: Plan) -> list[RenderableType]:
             t.collective, t.phase, str(t.messages), bytes_text(t.bytes), f"{t.seconds * 1e3:.2f} ms"
         )
     unmodelled = [u for u in plan.predicted.unknown if u not in ("activations", "temporaries")]
-    return [table, Text(f"Not modelled yet: {', '.join(unmodelled)}.", style="dim")]
+    return [table, *([Text(f"Not modelled: {', '.join(unmodelled)}.", style="dim")] if unmodelled else [])]
 
 
 def _why(plan: Plan) -> list[RenderableType]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from autoshard.cost_model.hardware import DEVICES, Device, Link
@@ -69,9 +70,11 @@ class Cluster:
 
 
 def cache_file(device: str) -> Path:
-    """Where `autoshard calibrate` leaves what it measured of a kind of device on this machine."""
+    """Where `autoshard calibrate` leaves what it measured of a kind of device on this machine; of CPUs, with as many
+    threads as this process has."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autoshard"
-    return folder / f"{platform.node()}-{device}.yaml"
+    threads = f"-{torch.get_num_threads()}-threads" if device == "cpu" else ""
+    return folder / f"{platform.node()}-{device}{threads}.yaml"
 
 
 def measured_here(name: str) -> Device:
@@ -95,7 +98,7 @@ def _device(data: Any) -> Device:
     if "preset" in data:
         base = preset(data.pop("preset"))
     else:
-        missing = [n for n in names if n not in data and n not in ("source", "tables")]
+        missing = [n for n in names if n not in data and n not in ("source", "interference", "tables")]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
         base = DEVICES["cpu"]

@@ -53,7 +53,7 @@ def fuse(program: Program) -> Program:
         inner |= kernels.inner
         for members in kernels.in_order():
             moved.update(dict.fromkeys(members, len(out.operations)))
-            out.operations.append(_merged([program.operations[i] for i in members], kernels.inner))
+            out.operations.append(_merged(program, [program.operations[i] for i in members], kernels.inner))
     length = len(program.operations)
     moved[length] = len(out.operations)
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
@@ -62,11 +62,13 @@ def fuse(program: Program) -> Program:
     return out
 
 
-def _merged(members: list[Operation], inner: set[int]) -> Operation:
+def _merged(program: Program, members: list[Operation], inner: set[int]) -> Operation:
     made = [p for o in members for p in o.makes]
     reads = tuple(dict.fromkeys(p for o in members for p in o.reads if p not in made))
     makes = tuple(p for p in made if p not in inner)
-    return replace(members[-1], reads=reads, makes=makes, parts=tuple(o.node for o in members))
+    read_bytes, made_bytes = (tuple(program.pieces[p].bytes for p in pieces) for pieces in (reads, makes))
+    parts = tuple(o.node for o in members)
+    return replace(members[-1], reads=reads, makes=makes, parts=parts, read_bytes=read_bytes, made_bytes=made_bytes)
 
 
 def _moved(piece: Piece, moved: dict[int, int], inner: bool) -> Piece:

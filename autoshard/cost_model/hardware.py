@@ -35,7 +35,7 @@ class Link:
 class Device:
     """memory: bytes; 0 is not known. flops: operations a second by dtype, dense matmuls at their peak. bandwidth: of its
     memory, bytes a second. launch: seconds that a kernel takes at least. inside, across: links within a node and between
-    nodes, a process. tables: what `autoshard calibrate` measured, see `cost_model/kernels.py`. source: of the figures.
+    nodes, a process. interference: seconds that compute loses for each second of a collective beside it. tables: what `autoshard calibrate` measured, see `cost_model/kernels.py`. source: of the figures.
     """
 
     name: str
@@ -46,12 +46,14 @@ class Device:
     inside: Link
     across: Link
     source: str = ""
+    interference: float = 0.0
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _in_range("memory", self.memory, 0, 1e14, "bytes")
         _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
         _in_range("launch", self.launch, 0, 1, "seconds")
+        _in_range("interference", self.interference, 0, 10, "seconds a second")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():

@@ -32,10 +32,12 @@ NAMED: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes of one process. state: between steps. scratch: at the highest moment of a step, above that."""
+    """Bytes of one process. state: between steps. scratch: at the highest moment of a step, above that. moved: what each
+    of a step's operations reads and writes."""
 
     state: int
     scratch: int
+    moved: tuple[int, ...] = ()
 
 
 def like(optimizer: Optimizer) -> Make:
@@ -71,7 +73,7 @@ def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory |
         except DataDependentOutputException:
             return None
         state = sum(_held(v) for s in optimizer.state.values() for v in tree_leaves(s))
-        return OptimizerMemory(state, watch.peak)
+        return OptimizerMemory(state, watch.peak, tuple(watch.moved))
 
 
 def _held(value: Any) -> int:
@@ -85,10 +87,12 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self.moved: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
+        self.moved.append(sum(map(_held, tree_leaves((args, kwargs, out)))))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()

@@ -54,13 +54,15 @@ class Piece:
 @dataclass(frozen=True)
 class Operation:
     """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. parts: of a
-    kernel that several were fused into, their calls."""
+    kernel that several were fused into, their calls; read_bytes, made_bytes: of such a kernel's pieces."""
 
     node: Node
     half: Half
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     parts: tuple[Node, ...] = ()
+    read_bytes: tuple[Size, ...] = ()
+    made_bytes: tuple[Size, ...] = ()
 
     @property
     def name(self) -> str:

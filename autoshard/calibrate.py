@@ -1,0 +1,213 @@
+"""Measures the machine that it runs on: `autoshard calibrate`, alone or, for collectives, under torchrun.
+
+Each figure is the median of repeated runs over buffers that together are larger than the caches, as a step's are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
+from autoshard.runtime import processes
+
+SECONDS_EACH = 0.25  # of one row of a table, at most
+POOL = 64 * 2**20  # bytes of buffers that are taken in turn
+Run = Callable[[], object]
+Shapes = Sequence[tuple[int, ...]]
+_functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to measure: its table and size, what makes the runs of it, and how many kernels of that size a run has."""
+
+    table: str
+    size: float
+    make: Callable[[], Iterator[Run]]
+    kernels: int = 1
+
+
+def calibrate(timeout: float = 60.0) -> Cluster:
+    """The cluster that this process is part of, measured. A collective call under a launcher."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    world = processes.join(device, timedelta(seconds=timeout))
+    rows = [*_kernels(device), *_collectives(device, world.size)]
+    shown = track(rows, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
+    tables: dict[str, list[tuple[float, float]]] = {}
+    for row in shown:
+        tables.setdefault(row.table, []).append((row.size, _median(row, device)))
+    made = _device(device, {name: _rising(points) for name, points in tables.items()})
+    return Cluster(1, world.size, replace(made, interference=_interference(device, world.size)))
+
+
+def _interference(device: torch.device, size: int) -> float:
+    """How many seconds compute loses for each that a collective runs beside it: matmuls with all-reduces in flight."""
+    if size == 1:
+        return 0.0
+    group = processes.build_mesh(device.type, (("shard", size),)).get_group().group_name
+    a, message = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device)
+    _functional.wait_tensor(_functional.all_reduce(message, "sum", group))
+    alone = _timed_batch(itertools.repeat(lambda: a @ a), 50, device)
+    link = _timed_batch(itertools.repeat(lambda: _functional.wait_tensor(_functional.all_reduce(message, "sum", group))), 5, device)
+    lost = []
+    for _ in range(7):
+        dist.barrier()
+        flying = _functional.all_reduce(message, "sum", group)
+        count = max(1, int(link / alone))
+        beside = _timed_batch(itertools.repeat(lambda: a @ a), count, device) * count
+        _functional.wait_tensor(flying)
+        lost.append((beside - alone * count) / link)
+    return min(max(_together(statistics.median(lost)), 0.0), 2.0)
+
+
+def _median(row: Row, device: torch.device) -> float:
+    runs = row.make()
+    if dist.is_initialized():
+        dist.barrier()
+    _timed(next(runs), device)  # the first one warms up
+    once = _together(_timed(next(runs), device))
+    count = max(3, min(200, int(SECONDS_EACH / max(once, 1e-6))))
+    batch = max(1, int(1e-3 / max(once, 1e-6)))  # short ones are timed several at once
+    found = [_timed_batch(runs, batch, device) for _ in range(-(-count // batch) if batch > 1 else count)]
+    return _together(statistics.median(found)) / row.kernels
+
+
+def _timed(run: Run, device: torch.device) -> float:
+    return _timed_batch(iter([run]), 1, device)
+
+
+def _timed_batch(runs: Iterator[Run], batch: int, device: torch.device) -> float:
+    chosen = list(itertools.islice(runs, batch))
+    start = time.perf_counter()
+    for run in chosen:
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / batch
+
+
+def _together(seconds: float) -> float:
+    """The slowest process's, so that all of them repeat equally often."""
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _rising(points: list[tuple[float, float]]) -> Table:
+    """By size, no row faster than a smaller one (noise of small sizes)."""
+    out: list[tuple[float, float]] = []
+    for size, seconds in sorted(points):
+        out.append((size, max(seconds, out[-1][1] if out else 0.0)))
+    return tuple(out)
+
+
+def _kernels(device: torch.device) -> Iterable[Row]:
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        for n in (16, 64, 128, 256, 512, 1024):
+            yield Row(f"matmul.{name}", 2 * n**3, _turns(_three_matmuls, [(n, n), (n, n)], dtype, device), 3)
+        for b, s in ((1, 32), (4, 128), (2, 512)):
+            yield _attention(b, s, dtype, name, device)
+        for c in (4, 32, 128):
+            shapes = [(4, c, 16, 16), (c, c, 3, 3)]
+            yield Row(f"convolution.{name}", 2 * 4 * 16 * 16 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
+    for n in (2**8, 2**12, 2**15, 2**18, 2**20, 2**22):
+        wide = [(max(n // 256, 1), 256)]
+        yield Row("pointwise", 12 * n, _turns(torch.add, wide * 2, torch.float32, device))
+        yield Row("hard", n, _turns(F.gelu, wide, torch.float32, device))
+        yield Row("reduction", 4 * n, _turns(lambda x: x.mean(-1), wide, torch.float32, device))
+        yield Row("random", 9 * n, _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
+        yield Row("copy", 8 * n, _turns(lambda x: x.t().contiguous(), wide, torch.float32, device))
+        yield Row("lookup", 8 * n, _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1)), wide, torch.float32, device))
+
+
+def _attention(batch: int, length: int, dtype: torch.dtype, name: str, device: torch.device) -> Row:
+    """Forward has 4, backward 10 operations for each of batch x heads x length x length x width: two kernels of 7."""
+    shape = (batch, 4, length, 64)
+    flops = 7 * batch * 4 * length * length * 64
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Row(f"attention.{name}", flops, _training(attend, [shape] * 3, dtype, device), 2)
+
+
+def _three_matmuls(a: Tensor, b: Tensor) -> None:
+    """As a linear layer's forward and its two gradients lie in memory."""
+    a @ b.t(), a @ b, a.t() @ b
+
+
+def _convolve(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(x, weight, padding=1)
+
+
+def _turns(
+    function: Callable[..., object], shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> Callable[[], Iterator[Run]]:
+    """Runs of `function` on buffers of these shapes, taken in turn."""
+
+    def make() -> Iterator[Run]:
+        total = sum(torch.Size(s).numel() * dtype.itemsize for s in shapes)
+        sets = [[torch.randn(s, device=device).to(dtype) for s in shapes] for _ in range(max(1, min(256, POOL // total)))]
+        for buffers in itertools.cycle(sets):
+            yield lambda buffers=buffers: function(*buffers)  # type: ignore[misc]
+
+    return make
+
+
+def _training(
+    function: Callable[..., Tensor], shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> Callable[[], Iterator[Run]]:
+    """Runs of forward and backward."""
+
+    def both(*leaves: Tensor) -> None:
+        out = function(*leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    def make() -> Iterator[Run]:
+        leaves = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
+        return itertools.repeat(lambda: both(*leaves))
+
+    return make
+
+
+def _collectives(device: torch.device, size: int) -> Iterable[Row]:
+    """Each collective over sizes of the whole tensor, in bytes."""
+    if size == 1:
+        return
+    mesh = processes.build_mesh(device.type, (("shard", size),))
+    group = mesh.get_group().group_name
+    for n in (2**10, 2**14, 2**17, 2**20, 2**22):
+        whole, rows = torch.zeros(n * size, device=device), torch.zeros(n, device=device)
+        calls: dict[str, Callable[[], Tensor]] = {
+            "all_gather": lambda rows=rows: _functional.all_gather_into_tensor(rows, size, group),  # type: ignore[misc]
+            "reduce_scatter": lambda whole=whole: _functional.reduce_scatter_tensor(whole, "sum", size, group),  # type: ignore[misc]
+            "all_reduce": lambda whole=whole: _functional.all_reduce(whole, "sum", group),  # type: ignore[misc]
+        }
+        for name, call in calls.items():
+            yield Row(f"{name}@{size}", 4 * n * size, lambda call=call: itertools.repeat(lambda: _functional.wait_tensor(call())))  # type: ignore[misc]
+
+
+def _device(device: torch.device, tables: dict[str, Table]) -> Device:
+    source = f"measured by autoshard calibrate, torch {torch.__version__}"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return replace(device_named_like(found.name, found.total_memory), tables=tables, source=source)
+    flops = {name: tables[f"matmul.{name}"][-1] for name in ("fp32", "bf16")}
+    size, seconds = tables["pointwise"][-1]
+    rates = {name: point[0] / point[1] for name, point in flops.items()}
+    return replace(DEVICES["cpu"], flops=rates, bandwidth=size / seconds, launch=2e-6, tables=tables, source=source)

@@ -1,0 +1,62 @@
+"""The time of a step on a device: kernels, collectives and the optimizer put into the time simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.cost_model import timeline
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import ring_seconds
+from autoshard.cost_model.kernels import look_up, seconds
+from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.timeline import Timeline
+from autoshard.cost_model.work import Work, work_of
+
+_NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part; a timeline of forward and backward."""
+
+    timeline: Timeline
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.timeline.seconds + self.optimizer
+
+
+def step_time(
+    program: Program, moved: Sequence[int], cluster: Cluster, group_sizes: Mapping[str, int], fused: bool
+) -> StepTime:
+    """The time of a program whose sizes are numbers. group_sizes: processes by the group's name. moved: bytes of each of
+    the optimizer's operations. fused: generated code."""
+
+    def kernel(operation: Operation) -> float:
+        return seconds(work_of(operation), cluster.device, fused and bool(operation.parts[1:]))
+
+    def collective(operation: Operation) -> float:
+        return collective_seconds(operation, cluster, group_sizes)
+
+    line = timeline.simulate(program, kernel, collective, cluster.device.interference)
+    return StepTime(line, sum(seconds(Work("pointwise", 0, bytes, 0), cluster.device) for bytes in moved))
+
+
+def collective_seconds(operation: Operation, cluster: Cluster, group_sizes: Mapping[str, int]) -> float:
+    """By the device's table for groups of this size, or else by the ring over the slowest link that it crosses."""
+    packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    name = _NAMES.get(packet, packet)
+    arguments: tuple[Any, ...] = operation.node.args
+    size = group_sizes.get(str(arguments[-1]), 1)
+    value = arguments[0].meta["val"]
+    payload = value.numel() * value.element_size() * (size if name == "all_gather" else 1)
+    table = cluster.device.tables.get(f"{name}@{size}")
+    if table is not None and cluster.nodes == 1:
+        return look_up(table, payload)
+    return ring_seconds("all_reduce" if name == "broadcast" else name, payload, size, cluster.slowest)
+
+

@@ -1,0 +1,138 @@
+"""What one operation does: floating-point operations, bytes read and written, and of which kind of kernel it is.
+
+FLOPs of matmuls, convolutions and attention are torch's own counts (torch.utils.flop_counter), so they agree with its
+FlopCounterMode. Everything else is counted by the bytes that it moves, and by how many elements it computes a hard
+function of (exp, tanh, erf), which bound such kernels on CPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tag, Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import flop_counter
+from torch.utils._pytree import tree_leaves
+
+from autoshard.cost_model.program import Operation
+from autoshard.cost_model.sizes import Size, bytes_of, product, size_of
+
+Kind = Literal["matmul", "convolution", "attention", "pointwise", "reduction", "lookup", "copy", "random", "other", "collective", "wait"]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_HARD = _names("""
+    exp tanh erf gelu gelu_backward silu silu_backward sigmoid sin cos log log1p rsqrt pow tanh_backward sigmoid_backward
+    softplus mish expm1 _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data
+""")
+_LOOKUPS = _names("""
+    embedding embedding_dense_backward index gather scatter scatter_add index_put index_select nll_loss_forward
+    nll_loss_backward
+""")
+_REDUCTIONS = _names("""
+    sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
+    _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    native_batch_norm native_batch_norm_backward _native_batch_norm_legit_functional native_group_norm
+    native_group_norm_backward
+""")
+_RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
+_COPIES = _names("""
+    clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
+    scalar_tensor slice_scatter slice_backward select_backward stack
+""")
+
+
+@dataclass(frozen=True)
+class Work:
+    """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute. guessed: no
+    rule was written for it, so its bytes stand for all that it costs."""
+
+    kind: Kind
+    flops: Size
+    read: Size
+    written: Size
+    hard: Size = 0
+    dtype: str = "fp32"
+    guessed: bool = False
+
+
+def work_of(operation: Operation) -> Work:
+    """The work of an operation, or of all parts of a fused kernel, whose inner values are neither read nor written."""
+    node = operation.node
+    if operation.parts[1:]:
+        hard = sum((_hard(part) for part in operation.parts), start=0)  # type: ignore[arg-type]
+        kind: Kind = "reduction" if any(_name(p) in _REDUCTIONS for p in operation.parts) else "pointwise"
+        read, written = _sum(operation.read_bytes), _sum(operation.made_bytes)
+        return Work(kind, 0, read, written, hard, _dtype(node))
+    read = _sum(bytes_of(t) for t in _given(node))
+    written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
+    kind = kind_of(node)
+    return Work(kind, flops_of(node), read, written, _hard(node), _dtype(node), guessed=kind == "other")
+
+
+def kind_of(node: Node) -> Kind:
+    """The kind of kernel that a call runs."""
+    name, target = _name(node), str(node.target)
+    if target.startswith("_c10d_functional"):
+        return "wait" if name == "wait_tensor" else "collective"
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        return "matmul"
+    if "convolution" in name:
+        return "convolution"
+    if name.startswith("_scaled_dot_product"):
+        return "attention"
+    for kind, names in (("reduction", _REDUCTIONS), ("lookup", _LOOKUPS), ("copy", _COPIES), ("random", _RANDOM)):
+        if name in names:
+            return kind  # type: ignore[return-value]
+    return "pointwise" if Tag.pointwise in getattr(node.target, "tags", ()) or name in _HARD else "other"
+
+
+def flops_of(node: Node) -> Size:
+    """Floating-point operations of a call, as torch's FlopCounterMode counts them; 0 of what it does not count."""
+    name = _name(node)
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return size_of(flop_counter.sdpa_flop_count(*(t.shape for t in _given(node)[:3])))
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        grad, query, key, value = (t.shape for t in _given(node)[:4])
+        return size_of(flop_counter.sdpa_backward_flop_count(grad, query, key, value))
+    count = flop_counter.flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    out = node.meta["val"]
+    return size_of(count(*args, **kwargs, out_val=out))
+
+
+def _hard(node: Node) -> Size:
+    first = next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
+    return product(first.shape) if _name(node) in _HARD and first is not None else 0
+
+
+def _name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def _given(node: Node) -> list[Tensor]:
+    values = [a.meta.get("val") for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _dtype(node: Node) -> str:
+    first = next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(first.dtype if first is not None else None, "fp32")  # type: ignore[arg-type]
+
+
+def _sum(sizes: Any) -> Size:
+    total: Size = 0
+    for size in sizes:
+        total = total + size
+    return total
+
+
