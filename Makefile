@@ -1,6 +1,7 @@
 # make demo    train a small Llama on two processes, sharded, and compare with one process
 # make test    the tests that CI runs          make test-all   the whole matrix
 # make check   ruff and strict typing          make bench      side by side with DDP, FSDP2, DeepSpeed
+# make bench-accuracy   predictions beside measurements: docs/accuracy.md
 # TORCH=2.11.0 any of these on another torch; its environment lies beside the first
 
 TORCH ?= 2.13.0
@@ -8,7 +9,7 @@ VENV  := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN   := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all check bench wheel clean
+.PHONY: demo test test-all check bench bench-accuracy wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),40MiB)
@@ -25,6 +26,9 @@ check: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python bench/run.py
+
+bench-accuracy: $(VENV)/ready
+	$(BIN)/python bench/accuracy.py
 
 wheel: $(VENV)/ready
 	$(BIN)/python -m build --wheel --no-isolation

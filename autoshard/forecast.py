@@ -16,14 +16,15 @@ from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Program
 from autoshard.cost_model.step_memory import Held, program_of
-from autoshard.cost_model.step_time import step_time
+from autoshard.cost_model.step_time import StepTime, step_time
+from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import work_of
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.plan import Plan
 from autoshard.rehearsal import Rehearsed, body_of, rehearse
 
 Key = tuple[object, ...]
-Simulated = tuple[Program, Curve, Held, tuple[str, ...]]
+Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 
 
 @dataclass
@@ -39,12 +40,8 @@ class Forecaster:
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
-        program, curve, held, unknown = self.simulated(plan)
+        program, curve, took, unknown = self.simulated(plan)
         peak = curve.peak({})
-        sizes = {"shard": plan.shard_size, "replicas": plan.world // plan.shard_size, "everyone": plan.world}
-        if plan.shard_size == 1 or not plan.sharded:
-            sizes["replicas"] = plan.world
-        took = step_time(program, held.moved, self.cluster, sizes, self.inductor)
         found = replace(
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
@@ -57,12 +54,14 @@ class Forecaster:
         return replace(plan, predicted=found)
 
     def simulated(self, plan: Plan) -> Simulated:
-        """The plan's program, its curve, what it holds, and what had to be assumed."""
+        """The plan's program, its curve, its time, and what had to be assumed."""
         key = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.degrees.parameter > 1) for g in plan.groups)
         if key not in self._known:
             held, unknown = self._held(plan)
             program = self._program(rehearse(self.captured, plan, self.inductor), held)
-            self._known[key] = program, simulate(program), held, unknown
+            took = step_time(program, held.moved, self.cluster, _group_sizes(plan), self.inductor)
+            land(program, took.timeline)
+            self._known[key] = program, simulate(program), took, unknown
         return self._known[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:
@@ -88,6 +87,11 @@ class Forecaster:
             return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
         assumed = _as_adam(trained)
         return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+
+
+def _group_sizes(plan: Plan) -> dict[str, int]:
+    """Processes of the groups that a rehearsal's layouts name."""
+    return {"shard": plan.shard_size, "replicas": plan.world // plan.shard_size if plan.sharded else plan.world, "everyone": plan.world}
 
 
 def _guessed(program: Program) -> tuple[str, ...]:

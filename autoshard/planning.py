@@ -37,7 +37,8 @@ def plan(
     of this model and this many processes.
     """
     config = config or Config()
-    captured = capture(model, example_inputs, config.dtypes()[0])
+    compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
+    captured = capture(model, example_inputs, compute)
     make = optimizer or NAMED[config.optimizer]
     forecast = Forecaster(captured, make, cluster, inductor=config.codegen == "inductor")
     pinned = config.resolved_plan()

@@ -101,9 +101,14 @@ def _links(forward: GraphModule, backward: GraphModule, results: int) -> dict[in
 
 
 def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> None:
-    """Puts the plan's own layout into each unshard: what the sharder would have shown to the trace."""
+    """Puts the plan's own layout into each unshard: what the sharder would have shown to the trace. One process has
+    none."""
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     for node in graphs.calls(gm, graphs.UNSHARD):
+        if plan.leaves_alone:
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            gm.graph.erase_node(node)
+            continue
         group = plan.group_of[captured.parameters[inputs[node.args[0]]]]  # type: ignore[index]
         node.args = (node.args[0], node.args[1], str(_layout(group, plan)), node.args[3])
 

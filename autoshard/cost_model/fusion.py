@@ -59,6 +59,7 @@ def fuse(program: Program) -> Program:
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
     _follow_readers(out, length, program)
     _in_place(out)
+    _channels_last(out)
     return out
 
 
@@ -101,6 +102,18 @@ def _in_place(out: Program) -> None:
             if fitting:
                 dying.remove(fitting[0])
                 out.pieces[fitting[0]].last = at - 1
+
+
+def _channels_last(out: Program) -> None:
+    """Inductor lets convolutions work on channels-last tensors; what comes from outside is copied to that for all of
+    them, backward's too."""
+    readers: dict[int, list[int]] = {}
+    for at, operation in enumerate(out.operations):
+        if "convolution" in operation.name:
+            for given in (p for p in operation.reads if out.pieces[p].category == "inputs"):
+                readers.setdefault(given, []).append(at)
+    for given, reading in readers.items():
+        out.add(out.pieces[given].bytes, "activations", reading[0], reading[-1], out.pieces[given].maker)
 
 
 def _dies(piece: Piece, at: int) -> bool:

@@ -31,6 +31,7 @@ _VIEWS = frozenset({"aten._unsafe_view.default", "aten.lift_fresh_copy.default"}
 _OURS, _TORCH = Path(__file__).parent.parent, Path(str(torch.__file__)).parent
 _NOT_THE_MODEL = (f"{_OURS}{os.sep}", f"{_TORCH}{os.sep}")
 WAIT = "_c10d_functional.wait_tensor.default"
+GATHER = "_c10d_functional.all_gather_into_tensor.default"
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
@@ -40,7 +41,8 @@ class Piece:
 
     bytes: what an allocator is asked for. made, last: the first and the last operation at which it exists; made is -1 for
     what exists before the step, and last the program's length for what is left after it. maker: the operation's name.
-    seen: the user's code may hold it too, so that nothing can take its place.
+    seen: the user's code may hold it too, so that nothing can take its place. flight: the transport has it while it
+    carries out the collective that made it, and no longer; `last` is then the wait, until a timeline says better.
     """
 
     bytes: Size
@@ -49,6 +51,7 @@ class Piece:
     last: int
     maker: str = ""
     seen: bool = False
+    flight: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,15 +148,21 @@ class Writer:
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:
-        """What a collective reads stays until somebody has waited; gloo reduces in a copy, too."""
+        """What a collective reads stays until somebody has waited. gloo (2.13) reduces in a copy that stays instead, and
+        gathers into a tensor of its own, which it copies from at the end."""
         at, name = len(self.program.operations) - 1, str(node.target)
         if name == WAIT:
             self.program.keep(self._in_flight.pop(value, ()), at)
         elif name.startswith("_c10d_functional"):
             self._in_flight[value] = reads
+            source: Any = node.args[0]
             if name == REDUCE_SCATTER and not self.scatters:
-                source: Any = node.args[0]
                 copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
+                self._in_flight[value] = (copied,)
+            elif name == GATHER and not self.scatters:
+                both = bytes_of(source.meta["val"]) + bytes_of(node.meta["val"])
+                copied = self.program.add(both, "communication", at, at, node.name)
+                self.program.pieces[copied].flight = True
                 self._in_flight[value] = (*reads, copied)
 
     def _made(self, node: Node, at: int) -> Value:

@@ -36,6 +36,16 @@ class Timeline:
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
 
+def land(program: Program, line: Timeline) -> None:
+    """Lets what only the transport holds go when its collective is through, not when that is waited for."""
+    ends = {span.operation: span.end for span in line.spans if span.stream == "link"}
+    computing = [span for span in line.spans if span.stream == "compute"]
+    for piece in program.pieces:
+        if piece.flight and piece.made in ends:
+            beside = [s.operation for s in computing if s.operation > piece.made and s.start < ends[piece.made]]
+            piece.last = min(piece.last, max(beside, default=piece.made))
+
+
 def simulate(program: Program, kernel: Seconds, collective: Seconds, interference: float = 0.0) -> Timeline:
     """The timeline of a program without its optimizer's step."""
     now = link = compute = communication = exposed = 0.0

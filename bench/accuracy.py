@@ -1,0 +1,208 @@
+"""Compares what autoshard predicts with what is measured; writes docs/accuracy.md and autoshard/cost_model/accuracy.json.
+
+    python bench/accuracy.py [--only llama,mlp] [--quick]
+
+Each configuration is measured in fresh processes of one thread. Predictions are made beforehand, from the model on the
+meta device and from `autoshard calibrate` of as many processes. On four processes only memory is compared: four on two
+cores measure little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import run as side_by_side  # noqa: E402
+import zoo  # noqa: E402
+
+import autoshard  # noqa: E402
+from autoshard.cost_model.cluster import Cluster  # noqa: E402
+from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+
+STATE = ("parameters", "optimizer", "buffers", "inputs")
+TIMED_ON = (1, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    model: str
+    batch: int
+    world: int = 1
+    zero: int = 0
+    codegen: str = "eager"
+    optimizer: str = "adamw"
+    precision: str | None = None
+
+    def __str__(self) -> str:
+        precision = f" {self.precision}" if self.precision else ""
+        return f"{self.model} x{self.batch}, ZeRO-{self.zero} on {self.world}, {self.codegen}, {self.optimizer}{precision}"
+
+    def config(self) -> autoshard.Config:
+        """What the job and the plan are told."""
+        options: dict[str, Any] = {"zero": self.zero, "codegen": self.codegen, "precision": self.precision}
+        return autoshard.Config(**options, optimizer=self.optimizer, verbose=False)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Predicted and measured: bytes held between steps, bytes at the peak, seconds of a step."""
+
+    case: Case
+    predicted: dict[str, float]
+    measured: dict[str, float]
+    categories: dict[str, int] = field(default_factory=dict)
+
+    def error(self, what: str) -> float:
+        """By how much of itself the measured value is off the predicted one."""
+        return self.measured[what] / self.predicted[what] - 1
+
+
+def cases(quick: bool) -> list[Case]:
+    """The configurations; a third of them if quick."""
+    sizes = {"llama": 4, "gpt2": 4, "bert": 4, "vit": 8, "conv": 16, "mlp": 512}
+    found = []
+    for model, batch in sizes.items():
+        found.append(Case(model, batch, codegen="inductor"))
+        found.append(Case(model, batch, 2, 3))
+        if quick:
+            continue
+        found.append(Case(model, 2 * batch))
+        found.append(Case(model, batch, 2, 2, optimizer="sgd"))
+        found.append(Case(model, 2 * batch, 2, 1, "inductor"))
+        found.append(Case(model, batch, 2, 0, "inductor", optimizer="sgd"))
+    if not quick:
+        found += [Case(model, sizes[model], 4, zero) for model, zero in (("llama", 3), ("mlp", 2), ("vit", 1))]
+        found += [Case(model, batch, 2, 3, precision="bf16") for model, batch in (("llama", 1), ("mlp", 32), ("vit", 1))]
+    return found
+
+
+def predict(case: Case, clusters: dict[int, Cluster]) -> tuple[dict[str, float], dict[str, int]]:
+    """What the plan says, without running anything."""
+    torch.compiler.reset()
+    make, inputs = zoo.MODELS[case.model]
+    with torch.device("meta"):
+        model = make().train()
+    cluster = replace(clusters[min(case.world, max(TIMED_ON))], per_node=case.world)
+    plan = autoshard.plan(model, inputs(case.batch, None), case.config(), cluster, NAMED[case.optimizer])
+    memory = plan.predicted.memory
+    held = sum(memory.get(c, 0) for c in STATE)
+    return {"held": held, "peak": plan.predicted.peak_bytes, "step": plan.predicted.step_seconds or 0.0}, memory
+
+
+def measure(case: Case, scratch: Path) -> dict[str, float]:
+    """The same, measured in processes of its own."""
+    out = scratch / "measured.json"
+    worker = [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(out)]
+    launcher = [sys.executable]
+    if case.world > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.world)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+    subprocess.run([*launcher, *worker], check=True, env=environment, timeout=900, stderr=subprocess.DEVNULL)
+    found: dict[str, float] = json.loads(out.read_text())
+    return found
+
+
+def calibrated(scratch: Path) -> dict[int, Cluster]:
+    """This machine as each number of processes finds it."""
+    found = {}
+    for world in TIMED_ON:
+        out = scratch / f"cluster{world}.yaml"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command += ["-m", "autoshard", "calibrate", "--out", str(out)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        found[world] = Cluster.load(out)
+    return found
+
+
+def bands(compared: Sequence[Compared]) -> dict[str, dict[str, list[float]]]:
+    """{"cpu eager": {"memory": [least, most], "time": ...}}: what accuracy.json holds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for codegen in ("eager", "inductor"):
+        rows = [c for c in compared if c.case.codegen == codegen]
+        timed = [c for c in rows if c.case.world in TIMED_ON]
+        for name, values in (("memory", [c.error("peak") for c in rows]), ("time", [c.error("step") for c in timed])):
+            if values:
+                found.setdefault(f"cpu {codegen}", {})[name] = [round(min(values), 4), round(max(values), 4)]
+    return found
+
+
+def markdown(compared: Sequence[Compared], machine: str) -> str:
+    """docs/accuracy.md."""
+    lines = [
+        "# Predicted and measured\n",
+        f"{machine}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between",
+        "steps (parameters, optimizer state, buffers, the batch), *peak* the most that exists at once in a step. An error is",
+        "measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
+        "`autoshard calibrate`; nothing of the model was run for them.\n",
+        "| configuration | held MB | measured | peak MB | measured | error | step ms | measured | error |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for c in compared:
+        memory = "".join(f" {c.predicted[k] / 1e6:.2f} | {c.measured[k] / 1e6:.2f} |" for k in ("held", "peak"))
+        time = f" {c.predicted['step'] * 1e3:.0f} | {c.measured['step'] * 1e3:.0f} | {c.error('step'):+.1%} |"
+        lines.append(f"| {c.case} |{memory} {c.error('peak'):+.1%} |{time if c.case.world in TIMED_ON else ' | | |'}")
+    return "\n".join([*lines, "", *_summary(compared), ""])
+
+
+def _summary(compared: Sequence[Compared]) -> Iterable[str]:
+    timed = [c for c in compared if c.case.world in TIMED_ON]
+    bounds = (("peak", "Peak memory", compared, 0.03, 0.08), ("step", "Step time", timed, 0.10, 0.25))
+    for what, name, rows, median, worst in bounds:
+        errors = sorted(abs(c.error(what)) for c in rows)
+        middle, most = statistics.median(errors), errors[-1]
+        holds = "holds" if middle <= median and most <= worst else "does not hold"
+        yield (
+            f"- {name}: {middle:.1%} at the median, {most:.1%} at worst over {len(rows)} configurations "
+            f"(to hold: {median:.0%} and {worst:.0%}): {holds}."
+        )
+    exact = sum(abs(c.measured["held"] - c.predicted["held"]) < 1e4 for c in compared)
+    yield f"- Held bytes agree to 10 kB in {exact} of {len(compared)}."
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="models, with commas between")
+    parser.add_argument("--quick", action="store_true", help="a third of the configurations")
+    asked = parser.parse_args()
+    wanted = [c for c in cases(asked.quick) if not asked.only or c.model in asked.only.split(",")]
+    scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
+    compared = []
+    try:
+        clusters = calibrated(scratch)
+        for case in wanted:
+            predicted, categories = predict(case, clusters)
+            compared.append(Compared(case, predicted, measure(case, scratch), categories))
+            errors = f"peak {compared[-1].error('peak'):+.1%}, step {compared[-1].error('step'):+.1%}"
+            print(f"{case}: {errors}", flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    machine = side_by_side.machine("this machine")
+    text = markdown(compared, f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, gloo, {machine.date}")
+    (HERE.parent / "docs" / "accuracy.md").write_text(text)
+    (HERE / "results" / "accuracy.json").write_text(json.dumps([asdict(c) for c in compared], indent=1) + "\n")
+    record = HERE.parent / "autoshard" / "cost_model" / "accuracy.json"
+    record.write_text(json.dumps(bands(compared), indent=1) + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""One process of a configuration of the accuracy bench: python accuracy_worker.py CASE-AS-JSON OUT."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import contenders  # noqa: E402
+import worker  # noqa: E402
+import zoo  # noqa: E402
+from accuracy import Case  # noqa: E402
+
+import autoshard  # noqa: E402
+from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+
+WARM_UP, ROUNDS = 4, 15
+
+
+def contender(case: Case) -> contenders.Contender:
+    """A step without clipping, as predictions have it."""
+    torch.manual_seed(0)
+    model = zoo.MODELS[case.model][0]().train()
+    optimizer = NAMED[case.optimizer](list(model.parameters()))
+    compiled = torch.compile(model, backend=autoshard.backend(case.config()))
+
+    def step(batch: Any) -> Tensor:
+        loss = zoo.loss_of(compiled(**batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return contenders.Contender(model, optimizer, step)
+
+
+def main() -> None:
+    """Measures, and writes what rank 0 found."""
+    case = Case(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    made = contender(case)
+    batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(WARM_UP):
+        made.step(batch)
+    held = worker.held_bytes(made)
+    peak = held + worker.step_growth(made, batch)
+    steps = [worker._timed(made, batch)[0] for _ in range(ROUNDS)]
+    if dist.get_rank() == 0:
+        found = {"held": held, "peak": peak, "step": statistics.median(steps)}
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    dist.barrier()
+    time.sleep(worker.EXIT_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

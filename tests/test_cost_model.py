@@ -1,0 +1,260 @@
+"""The simulators against brute force, against what runs, and against what must be so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.fx import Graph
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoshard import Config
+from autoshard.calibrate import _rising
+from autoshard.capture import capture
+from autoshard.cost_model import liveness, timeline
+from autoshard.cost_model.cluster import Cluster, measured_here, preset
+from autoshard.cost_model.collectives import ring_seconds
+from autoshard.cost_model.hardware import DEVICES, Link, device_named_like, is_known
+from autoshard.cost_model.kernels import look_up, seconds
+from autoshard.cost_model.liveness import CATEGORIES
+from autoshard.cost_model.optimizer import NAMED, like, memory
+from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.work import Work, flops_of, work_of
+from autoshard.errors import ClusterError
+from autoshard.forecast import Forecaster
+from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.plan import Plan
+
+BATCH, LENGTH = sympy.Symbol("batch"), sympy.Symbol("length")
+
+
+def _operation() -> Operation:
+    node = Graph().call_function(torch.ops.aten.relu.default, ())
+    return Operation(node, "forward", (), ())
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Pieces of sizes in two symbols, alive at random."""
+    length = draw(st.integers(1, 8))
+    program = Program([_operation() for _ in range(length)])
+    for _ in range(draw(st.integers(1, 10))):
+        made = draw(st.integers(-1, length - 1))
+        factor = st.integers(0, 50)
+        size = draw(factor) * BATCH * LENGTH + draw(factor) * BATCH + draw(factor)
+        program.add(size, draw(st.sampled_from(CATEGORIES)), made, draw(st.integers(made, length)))
+    return program
+
+
+@given(programs(), st.integers(1, 9), st.integers(1, 9))
+def test_liveness_is_what_counting_gives(program: Program, batch: int, length: int) -> None:
+    point = {BATCH: batch, LENGTH: length}
+    curve = liveness.simulate(program)
+    alive = [
+        sum(int(sympy.sympify(p.bytes).subs(point)) for p in program.pieces if max(p.made, 0) <= i <= p.last)
+        for i in range(len(program.operations) + 1)
+    ]
+    assert curve.at(point).sum(1).tolist() == alive
+    assert curve.peak(point).bytes == max(alive) == sum(curve.peak(point).categories.values())
+
+
+@given(programs())
+def test_a_search_sees_the_same_peaks(program: Program) -> None:
+    curve = liveness.simulate(program)
+    grid = np.array(list(itertools.product(range(1, 5), repeat=2)), dtype=float)
+    found = curve.peaks(batch=grid[:, 0], length=grid[:, 1])
+    assert found.tolist() == [curve.peak({BATCH: b, LENGTH: s}).bytes for b, s in grid.astype(int).tolist()]
+    assert (np.diff(curve.peaks(batch=np.arange(1.0, 9), length=np.full(8, 3.0))) >= 0).all()  # monotone in batch
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 512), nn.GELU())
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(x)), torch.zeros(len(x), dtype=torch.long))
+
+
+def _forecaster(model: nn.Module, x: torch.Tensor, world: int, inductor: bool = False) -> Forecaster:
+    torch.compiler.reset()
+    return Forecaster(capture(model, x), NAMED["adamw"], Cluster(1, world, DEVICES["cpu"]), inductor)
+
+
+def _plan(forecaster: Forecaster, zero: Any) -> Plan:
+    where = Circumstances(forecaster.cluster, None)
+    config = Config(zero=zero, replicate_below=0)
+    return make_plan(forecaster.captured.inventory, config, where, forecaster)
+
+
+def _grown(step: Any) -> int:
+    """The most bytes by which a step goes above where it started."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    found = [e for e in events if e.get("name") == "[memory]"]
+    return max(itertools.accumulate(int(e["args"]["Bytes"]) for e in sorted(found, key=lambda e: float(e["ts"]))))
+
+
+@pytest.mark.parametrize("batch", [64, 512])
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_the_peak_is_the_measured_one(batch: int, codegen: str) -> None:
+    import autoshard
+
+    model, x = Net(), torch.randn(batch, 3, 8, 8)
+    predicted = _plan(_forecaster(model, x, 1, codegen == "inductor"), 0).predicted
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=autoshard.backend(Config(codegen=codegen, verbose=False)))  # type: ignore[arg-type]
+
+    def step() -> None:
+        compiled(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    held = sum(predicted.memory.get(c, 0) for c in ("parameters", "optimizer", "buffers", "inputs"))
+    assert predicted.peak_bytes - held == pytest.approx(_grown(step), rel=0.03)
+    state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
+    assert predicted.memory["optimizer"] == state
+    assert predicted.memory["parameters"] == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_flops_are_those_of_torchs_counter() -> None:
+    model, x = Net(), torch.randn(16, 3, 8, 8)
+    forecaster = _forecaster(model, x, 1)
+    program, *_ = forecaster.simulated(_plan(forecaster, 0))
+    with FlopCounterMode(display=False) as counter:
+        model(x).backward()
+    assert sum(flops_of(o.node) for o in program.operations) == counter.get_total_flops()
+    assert not any(work_of(o).guessed for o in program.operations)
+
+
+def test_more_sharding_never_raises_state() -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 8)
+    state = []
+    for zero in range(4):
+        _, curve, *_ = forecaster.simulated(_plan(forecaster, zero))
+        last = dict(zip(CATEGORIES, curve.at({})[-1]))
+        state.append(last["parameters"] + last["optimizer"] + last["gradients"])
+    assert state == sorted(state, reverse=True) and state[0] > 7 * state[-1]
+
+
+def test_the_same_input_gives_the_same_plan_byte_by_byte() -> None:
+    texts = [_plan(_forecaster(Net(), torch.randn(4, 3, 8, 8), 4), "auto").to_json() for _ in range(2)]
+    assert texts[0] == texts[1] and '"place": "' in texts[0]
+
+
+def test_an_optimizer_is_measured_by_stepping_it() -> None:
+    rows = [((64, 64), torch.float32), ((64,), torch.float32)]
+    elements = 64 * 64 + 64
+    adam, sgd = (memory(NAMED[name], rows, foreach=False) for name in ("adamw", "sgd"))
+    assert adam is not None and sgd is not None
+    assert adam.state == 2 * 4 * elements + 2 * 4 and sgd.state == sgd.scratch == 0
+    together = memory(NAMED["adamw"], rows, foreach=True)
+    assert together is not None and together.scratch >= 4 * elements
+    users = torch.optim.AdamW([nn.Parameter(torch.ones(2))], amsgrad=True)
+    of_users = memory(like(users), rows, foreach=False)
+    assert of_users is not None and of_users.state == 3 * 4 * elements + 2 * 4 and not users.state
+    assert memory(lambda ps: torch.optim.Adafactor(ps), rows, foreach=False) is None  # asks for values
+
+
+def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    started = graph.call_function(c10d.all_reduce.default, ())
+    wait = graph.call_function(c10d.wait_tensor.default, (started,))
+    kernel = graph.call_function(torch.ops.aten.relu.default, ())
+    operations = [
+        Operation(started, "forward", (0,), (1,)),
+        Operation(kernel, "forward", (2,), (3,)),
+        Operation(wait, "forward", (1,), ()),
+    ]
+    for compute, exposed in ((3.0, 2.0), (7.0, 0.0)):
+        line = timeline.simulate(Program(operations), lambda _, c=compute: c, lambda _: 5.0)
+        assert (line.seconds, line.exposed, line.communication) == (max(compute, 5.0), exposed, 5.0)
+    slowed = timeline.simulate(Program(operations), lambda _: 7.0, lambda _: 5.0, interference=0.4)
+    assert slowed.seconds == 7.0 + 0.4 * 5.0
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1)), min_size=1, max_size=6), st.floats(0, 1e12), st.floats(0, 1e12))
+def test_time_never_falls_with_size(points: list[tuple[float, float]], a: float, b: float) -> None:
+    table = _rising(list({size: (size, taken) for size, taken in points}.values()))
+    assert look_up(table, min(a, b)) <= look_up(table, max(a, b)) * (1 + 1e-9)
+    link, device = Link(1e-5, 1e9), DEVICES["a100"]
+    assert ring_seconds("all_reduce", int(min(a, b)), 8, link) <= ring_seconds("all_reduce", int(max(a, b)), 8, link)
+    kernels = [seconds(Work("matmul", int(size), 0, 0), device) for size in sorted((a, b))]
+    assert kernels[0] <= kernels[1]
+
+
+def test_a_cluster_survives_yaml() -> None:
+    cluster = Cluster(2, 8, DEVICES["h100"])
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    short = "nodes: 2\nper_node: 8\ndevice: {preset: h100, name: ours, memory: 96e9, across: {bandwidth: 50e9}}"
+    read = Cluster.from_yaml(short)
+    assert read.device.name == "ours" and read.device.memory == 96e9 and read.device.across.latency == 20e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nodes: [", "not YAML"),
+        ("- 1", "legal: a mapping"),
+        ("device: h1000", "device: 'h1000' is not known; legal: h100,"),
+        ("nodes: 0\ndevice: h100", "nodes: 0 is not legal"),
+        ("nods: 1\ndevice: h100", "'nods' is not known; legal: nodes, per_node, device"),
+        ("device: {preset: h100, bandwidth: -1}", "bandwidth: -1 is not legal; legal: 1e+06 to 1e+15"),
+        ("device: {preset: h100, bandwidth: 1e30}", "bandwidth: 1e+30 is not legal"),
+        ("device: {preset: h100, inside: {latency: soon}}", "latency: 'soon' is not legal"),
+        ("device: {preset: h100, tables: {pointwise: [[2, 1.0], [1, 1.0]]}}", "each above the last"),
+        ("device: {preset: h100, tables: {pointwise: [[2]]}}", "legal: \\[size, seconds\\]"),
+        ("device: {name: x}", "memory is missing"),
+        ("nodes: 1", "device is missing"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(ClusterError, match=says.replace("+", "\\+")):
+        Cluster.from_yaml(text)
+
+
+def test_devices_are_known_by_what_drivers_call_them() -> None:
+    gib = 2**30
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "NVIDIA A100 80GB PCIe": "a100",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "Tesla V100-SXM2-32GB": "v100",
+        "AMD Instinct MI300X": "mi300x",
+    }
+    for name, expected in names.items():
+        assert device_named_like(name, 40 * gib).name == expected, name
+    unknown = device_named_like("NVIDIA T4", 16 * gib)
+    assert unknown.name == "NVIDIA T4" and unknown.memory == 16 * gib and not is_known(unknown)
+    assert all(d.source for d in DEVICES.values())
+
+
+def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert measured_here("cpu") == preset("cpu")
+    from autoshard.cost_model.cluster import cache_file
+
+    cache_file("cpu").parent.mkdir(parents=True)
+    cache_file("cpu").write_text(Cluster.from_yaml("device: {preset: cpu, bandwidth: 5e9}").to_yaml())
+    assert measured_here("cpu").bandwidth == 5e9
