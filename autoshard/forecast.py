@@ -12,6 +12,7 @@ from autoshard.capture import Capture
 from autoshard.cost_model import accuracy, optimizer
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.fusion import fuse
+from autoshard.cost_model.hardware import is_known
 from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Program
@@ -47,7 +48,7 @@ class Forecaster:
             memory={category: size for category, size in peak.categories.items() if size},
             place=_place(program, peak),
             error=accuracy.memory_error(self.cluster.device.name, self.inductor),
-            unknown=(*unknown, *_guessed(program)),
+            unknown=(*unknown, *_guessed(program), *_strange(self.cluster)),
             seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
             seconds_error=accuracy.time_error(self.cluster.device.name, self.inductor),
         )
@@ -92,6 +93,11 @@ class Forecaster:
 def _group_sizes(plan: Plan) -> dict[str, int]:
     """Processes of the groups that a rehearsal's layouts name."""
     return {"shard": plan.shard_size, "replicas": plan.world // plan.shard_size if plan.sharded else plan.world, "everyone": plan.world}
+
+
+def _strange(cluster: Cluster) -> tuple[str, ...]:
+    """A device that no preset is of."""
+    return () if is_known(cluster.device) else (f"{cluster.device.name} itself (speeds and links are an L4's)",)
 
 
 def _guessed(program: Program) -> tuple[str, ...]:

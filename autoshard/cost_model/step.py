@@ -1,6 +1,6 @@
-"""The first model of a step: bytes of state by category, and the messages of each group of parameters.
+"""What a step takes for its parameters alone: bytes of state by category, and the messages of each group.
 
-Activations, temporaries and compute are not in it yet; `UNKNOWN` says so in every table.
+Needs no graph, so plans are put in order by it; a forecast then completes it. `UNKNOWN` is what it leaves out.
 """
 
 from __future__ import annotations
