@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-all check bench bench-accuracy wheel clean
 
 demo: $(VENV)/ready
-	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),40MiB)
+	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),75MiB)
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q --durations 25

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,16 +30,11 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._library.fake_class_registry import (
     FakeScriptObject,  # seen: 2.11, 2.13; an opaque input while tracing
 )
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,  # seen: 2.11, 2.13; code that asks a fake tensor for its value
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "CustomPartitionerFn",
-    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "OptimizedModule",
@@ -65,6 +61,7 @@ __all__ = [
     "share_memory",
     "suppressed_errors",
     "without_autograd_cache",
+    "without_step_hooks",
     "wrap_compiled",
 ]
 
@@ -140,6 +137,13 @@ def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if somebody registered hooks around this one optimizer's step. Seen: 2.11, 2.13."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer, for a copy that nobody is to hear of. Seen: 2.11, 2.13."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    return optimizer
 
 
 def recompile_limit() -> int:

@@ -172,6 +172,33 @@ def test_an_optimizer_is_measured_by_stepping_it() -> None:
     of_users = memory(like(users), rows, foreach=False)
     assert of_users is not None and of_users.state == 3 * 4 * elements + 2 * 4 and not users.state
     assert memory(lambda ps: torch.optim.Adafactor(ps), rows, foreach=False) is None  # asks for values
+    torch.optim.lr_scheduler.StepLR(users, 1)  # puts a step of its own on the optimizer
+    before = users.param_groups[0]["params"][0].detach().clone()
+    users.param_groups[0]["params"][0].grad = torch.ones(2)
+    assert memory(like(users), rows, foreach=False) == of_users
+    assert torch.equal(users.param_groups[0]["params"][0], before) and not users.state
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: what is set on it is set on the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+
+def test_an_optimizer_inside_another_is_left_alone() -> None:
+    inside = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
+    groups = inside.param_groups
+    found = memory(like(Wrapper(inside)), [((8,), torch.float32)], foreach=False)
+    assert found is not None and found.state == 32 and inside.param_groups is groups and not inside.state
 
 
 def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,13 @@ def test_a_trace_that_goes_on_serves_a_graph_inside_a_backend() -> None:
     run: Any = torch_internals.inductor_alone(graph, is_inference=True)
     (out,) = run([torch.ones(2, 3)])
     assert out.stride() == graph.graph.output_node().args[0][0].meta["val"].stride()
+
+
+def test_a_copy_without_hooks_leaves_the_original_its_own() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not torch_internals.has_step_hooks(torch_internals.without_step_hooks(copy.copy(optimizer)))
+    assert torch_internals.has_step_hooks(optimizer)
 
 
 def test_boxed_code_empties_the_list_of_inputs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoshard.torch_internals import DataDependentOutputException, FakeTensorMode
+from autoshard import torch_internals
+from autoshard.torch_internals import FakeTensorMode
 
 Rows = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what a process holds of a parameter
 Make = Callable[[Sequence[nn.Parameter]], Optimizer]
@@ -41,10 +41,19 @@ class OptimizerMemory:
 
 
 def like(optimizer: Optimizer) -> Make:
-    """Makes optimizers as this one is, with its first group's options, on other parameters and without state."""
+    """Makes optimizers as this one is, with its first group's options, on other parameters and without state.
+
+    Of one that wraps another (accelerate's), as the other: what is set on a wrapper may be set on what it wraps.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return like(inner)
 
     def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
-        made = copy.copy(optimizer)
+        made: Optimizer = object.__new__(type(optimizer))
+        made.__dict__.update(vars(optimizer))
+        made.__dict__.pop("step", None)  # a learning-rate scheduler's, which steps the original
+        made = torch_internals.without_step_hooks(made)
         made.state = defaultdict(dict)
         options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
         made.param_groups = [{**options, "params": list(parameters)}]
@@ -54,11 +63,11 @@ def like(optimizer: Optimizer) -> Make:
 
 
 def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory | None:
-    """What `make`'s optimizer takes where this process holds these rows; None if its step needs values to go on.
+    """What `make`'s optimizer takes where this process holds these rows; None if its step cannot go on without values.
 
     foreach: torch's default on this device, which takes all parameters at once (GPUs) or each alone (CPUs).
     """
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in rows]
         optimizer = make(parameters)
         for group in optimizer.param_groups:
@@ -70,7 +79,7 @@ def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory |
             optimizer.step()
             with _Watch() as watch:
                 optimizer.step()
-        except DataDependentOutputException:
+        except Exception:  # of any kind, since it is the user's code: asking for values is only the usual one
             return None
         state = sum(_held(v) for s in optimizer.state.values() for v in tree_leaves(s))
         return OptimizerMemory(state, watch.peak, tuple(watch.moved))
