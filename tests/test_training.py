@@ -50,7 +50,7 @@ def train_in(precision: str | None, autocast: bool, zero: int) -> tuple[float, f
     return losses[0], losses[-1], {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize(("precision", "autocast"), [("bf16", False), (None, True)])
+@pytest.mark.parametrize(("precision", "autocast"), [("bf16", False), in_full(None, True)])
 @pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_bf16_trains_like_fp32(two: Cluster, precision: str | None, autocast: bool, zero: int) -> None:
     exact = two.run(train_in, None, False, zero)
@@ -109,7 +109,7 @@ def changing_shapes(zero: int) -> tuple[Distance, int]:
     return distance, sum(p.name == "name_parameters" for p in autoshard.report(model).passes)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
     """Each of training, no_grad and inference_mode: the first shape, any length, any length of one sentence."""
     for distance, graphs in two.run(changing_shapes, zero):
