@@ -44,24 +44,26 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     """The cluster that this process is part of, measured. A collective call under a launcher."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world = processes.join(device, timedelta(seconds=timeout))
-    rows = [*_kernels(device), *_collectives(device, world.size)]
+    group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
+    rows = [*_kernels(device), *(_collectives(device, world.size, group) if group else ())]
     shown = track(rows, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, list[tuple[float, float]]] = {}
     for row in shown:
         tables.setdefault(row.table, []).append((row.size, _median(row, device)))
     made = _device(device, {name: _rising(points) for name, points in tables.items()})
-    return Cluster(1, world.size, replace(made, interference=_interference(device, world.size)))
+    return Cluster(1, world.size, replace(made, interference=_interference(device, group) if group else 0.0))
 
 
-def _interference(device: torch.device, size: int) -> float:
+def _interference(device: torch.device, group: str) -> float:
     """How many seconds compute loses for each that a collective runs beside it: matmuls with all-reduces in flight."""
-    if size == 1:
-        return 0.0
-    group = processes.build_mesh(device.type, (("shard", size),)).get_group().group_name
     a, message = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device)
-    _functional.wait_tensor(_functional.all_reduce(message, "sum", group))
+
+    def reduce() -> Tensor:
+        return _functional.wait_tensor(_functional.all_reduce(message, "sum", group))
+
+    reduce()
     alone = _timed_batch(itertools.repeat(lambda: a @ a), 50, device)
-    link = _timed_batch(itertools.repeat(lambda: _functional.wait_tensor(_functional.all_reduce(message, "sum", group))), 5, device)
+    link = _timed_batch(itertools.repeat(reduce), 5, device)
     lost = []
     for _ in range(7):
         dist.barrier()
@@ -185,12 +187,8 @@ def _training(
     return make
 
 
-def _collectives(device: torch.device, size: int) -> Iterable[Row]:
+def _collectives(device: torch.device, size: int, group: str) -> Iterable[Row]:
     """Each collective over sizes of the whole tensor, in bytes."""
-    if size == 1:
-        return
-    mesh = processes.build_mesh(device.type, (("shard", size),))
-    group = mesh.get_group().group_name
     for n in (2**10, 2**14, 2**17, 2**20, 2**22):
         whole, rows = torch.zeros(n * size, device=device), torch.zeros(n, device=device)
         calls: dict[str, Callable[[], Tensor]] = {

@@ -30,8 +30,7 @@ from autoshard.torch_internals import FakeTensorMode, ThroughDynamo
 class Capture:
     """A model's first graph, of fake tensors.
 
-    parameters, buffers: the names of graph inputs that are these, by position. sizes: what the graph's symbols for batch
-    and sequence are in the example inputs.
+    parameters, buffers: the names of graph inputs that are these, by position. tracing: where more can be traced of it.
     """
 
     inventory: Inventory

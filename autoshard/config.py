@@ -169,9 +169,9 @@ class Config:
 
     def resolved_cluster(self) -> Cluster | None:
         """The cluster that was said, read from its file if it is one; None for "auto"."""
-        if self.cluster == "auto" or isinstance(self.cluster, Cluster):
-            return None if self.cluster == "auto" else self.cluster  # type: ignore[return-value]
-        return Cluster.load(self.cluster)
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
+        return None if self.cluster == "auto" else Cluster.load(self.cluster)
 
     def resolved_plan(self) -> Plan | None:
         """The pinned plan, read from its file if it is one."""

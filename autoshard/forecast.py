@@ -19,10 +19,10 @@ from autoshard.cost_model.program import Category, Program
 from autoshard.cost_model.step_memory import Held, program_of
 from autoshard.cost_model.step_time import StepTime, step_time
 from autoshard.cost_model.timeline import land
-from autoshard.cost_model.work import work_of
+from autoshard.cost_model.work import kind_of
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.plan import Plan
-from autoshard.rehearsal import Rehearsed, body_of, rehearse
+from autoshard.rehearsal import Rehearsed, body_of, group_sizes, rehearse, rows_of
 
 Key = tuple[object, ...]
 Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
@@ -60,7 +60,7 @@ class Forecaster:
         if key not in self._known:
             held, unknown = self._held(plan)
             program = self._program(rehearse(self.captured, plan, self.inductor), held)
-            took = step_time(program, held.moved, self.cluster, _group_sizes(plan), self.inductor)
+            took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
             land(program, took.timeline)
             self._known[key] = program, simulate(program), took, unknown
         return self._known[key]
@@ -90,11 +90,6 @@ class Forecaster:
         return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
 
 
-def _group_sizes(plan: Plan) -> dict[str, int]:
-    """Processes of the groups that a rehearsal's layouts name."""
-    return {"shard": plan.shard_size, "replicas": plan.world // plan.shard_size if plan.sharded else plan.world, "everyone": plan.world}
-
-
 def _strange(cluster: Cluster) -> tuple[str, ...]:
     """A device that no preset is of."""
     return () if is_known(cluster.device) else (f"{cluster.device.name} itself (speeds and links are an L4's)",)
@@ -102,17 +97,12 @@ def _strange(cluster: Cluster) -> tuple[str, ...]:
 
 def _guessed(program: Program) -> tuple[str, ...]:
     """What operations have no rule; their bytes stand for them."""
-    names = {o.name for o in program.operations if not o.parts[1:] and work_of(o).guessed}
+    names = {o.name for o in program.operations if not o.parts[1:] and kind_of(o.node) == "other"}
     return (f"a rule for {', '.join(sorted(names))} (costed by bytes)",) if names else ()
 
 
 def _rows(info: ParameterInfo, plan: Plan) -> Rows:
-    """What rank 0, which has the most, holds of a parameter."""
-    group = plan.group_of[info.name]
-    if not info.shape:
-        return (), getattr(torch, info.dtype)
-    holders = len(group.ranks) or group.degrees.optimizer
-    return (math.ceil(info.shape[0] / holders), *info.shape[1:]), getattr(torch, info.dtype)
+    return rows_of(info.shape, plan.group_of[info.name], plan), getattr(torch, info.dtype)
 
 
 def _bytes(rows: Rows) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,15 @@ from autoshard.blocks import Halves, compile_blocks
 from autoshard.capture import Capture
 from autoshard.codegen import Compilation
 from autoshard.console import Phases
-from autoshard.dtypes import dtype_named
 from autoshard.ops.block import Block, block_named
-from autoshard.ops.layout import Layout
+from autoshard.ops.layout import Layout, layout_of
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
 from autoshard.plan import ParameterGroup, Plan
 
+EVERYONE = "everyone"
 _BLOCK, _BLOCK_BACKWARD = torch.ops.autoshard.block.default, torch.ops.autoshard.block_backward.default
 
 
@@ -48,7 +47,7 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
     gm = copy.deepcopy(captured.graph)
     _write_layouts(gm, captured, plan)
     manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
-    context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone="everyone")
+    context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE)
     with captured.tracing.entered():
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
         return _Rehearsal(manager, context, inductor, Phases(shown=False)).carry_out(gm, inputs)
@@ -110,21 +109,22 @@ def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> None:
             gm.graph.erase_node(node)
             continue
         group = plan.group_of[captured.parameters[inputs[node.args[0]]]]  # type: ignore[index]
-        node.args = (node.args[0], node.args[1], str(_layout(group, plan)), node.args[3])
+        node.args = (node.args[0], node.args[1], str(layout_in_rehearsal(group, plan)), node.args[3])
 
 
-def _layout(group: ParameterGroup, plan: Plan) -> Layout:
-    sharded = group.degrees.optimizer > 1
-    size = group.degrees.optimizer
-    return Layout(
-        group="shard" if sharded else "",
-        size=size,
-        owners=group.ranks if sharded else (),
-        replicas="replicas" if plan.world > size else "",
-        mean_over=plan.world,
-        compute=dtype_named(plan.compute) if plan.compute else None,
-        reduce=dtype_named(plan.reduce) if plan.reduce else None,
-    )
+def layout_in_rehearsal(group: ParameterGroup, plan: Plan) -> Layout:
+    """Its process groups have the names of their axes: see `group_sizes`."""
+    return layout_of(group, plan, "+".join)
+
+
+def group_sizes(plan: Plan) -> dict[str, int]:
+    """Processes of the groups that a rehearsal's graphs name."""
+    return {**dict(plan.axes), "+".join(a for a, n in plan.axes if n > 1): plan.world, EVERYONE: plan.world}
+
+
+def rows_of(shape: Sequence[int], group: ParameterGroup, plan: Plan) -> tuple[int, ...]:
+    """What rank 0, which has the most, holds of a parameter of this shape."""
+    return layout_in_rehearsal(group, plan).with_chunk(tuple(shape)) if shape else ()
 
 
 def _input(captured: Capture, position: int, plan: Plan) -> Any:
@@ -133,9 +133,7 @@ def _input(captured: Capture, position: int, plan: Plan) -> Any:
     group = plan.group_of.get(captured.parameters.get(position, ""))
     if group is None or not isinstance(value, Tensor):
         return captured.tracing.like(value)
-    holders = len(group.ranks) or group.degrees.optimizer
-    rows = [math.ceil(value.shape[0] / holders), *value.shape[1:]] if value.dim() else []
-    return captured.tracing.like(value, rows)
+    return captured.tracing.like(value, rows_of(value.shape, group, plan))
 
 
 def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:

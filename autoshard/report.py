@@ -147,12 +147,16 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     predicted = plan.predicted
     if not predicted.place:
         return []
-    if predicted.error is None:
-        sure = "Never compared with a measurement on this kind of device."
-    else:
-        low, high = (bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error)
-        sure = f"Measured peaks were between {low} and {high} for predictions like this."
-    return [Text(f"The peak is at {predicted.place}."), Text(sure, style="dim")]
+    between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
+    return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between)]
+
+
+def _sure(measured: str, between: Sequence[str]) -> Text:
+    """How far predictions like this were off; nothing is known if `between` is empty."""
+    text = "Never compared with a measurement on this kind of device."
+    if between:
+        text = f"{measured} between {between[0]} and {between[1]} for predictions like this."
+    return Text(text, style="dim")
 
 
 def _time_part(plan: Plan) -> list[RenderableType]:
@@ -166,11 +170,8 @@ def _time_part(plan: Plan) -> list[RenderableType]:
     for part, seconds in predicted.seconds.items():
         table.add_row(part, f"{seconds * 1e3:.2f}")
     table.add_row("in all", f"{predicted.step_seconds * 1e3:.2f}", style="bold")
-    sure = "Never compared with a measurement on this kind of device."
-    if predicted.seconds_error is not None:
-        low, high = (f"{predicted.step_seconds * (1 + e) * 1e3:.2f}" for e in predicted.seconds_error)
-        sure = f"Measured steps took between {low} and {high} ms for predictions like this."
-    return [table, Text(sure, style="dim"), Text("")]
+    between = [f"{predicted.step_seconds * (1 + e) * 1e3:.2f} ms" for e in predicted.seconds_error or ()]
+    return [table, _sure("Measured steps took", between), Text("")]
 
 
 def _traffic_part(plan: Plan) -> list[RenderableType]:

@@ -82,13 +82,12 @@ def _follow_readers(out: Program, length: int, before: Program) -> None:
     for at, operation in enumerate(out.operations):
         for piece in (*operation.reads, *operation.makes):
             out.pieces[piece].last = max(out.pieces[piece].last, at)
-    ends = {half: max((i for i, o in enumerate(out.operations) if o.half == half), default=0) for half in ("forward", "backward")}
-    last_forward = max((i for i, o in enumerate(before.operations) if o.half == "forward"), default=-1)
+    last_before, last_now = (max((i for i, o in enumerate(p.operations) if o.half == "forward"), default=-1) for p in (before, out))
     for old, new in zip(before.pieces, out.pieces):
         if old.last >= length:
             new.last = len(out.operations)
-        elif old.last == last_forward:
-            new.last = max(new.last, ends["forward"])
+        elif old.last == last_before:
+            new.last = max(new.last, last_now)
 
 
 def _in_place(out: Program) -> None:

@@ -8,7 +8,7 @@ operation's exceed in every term: a few dozen of thousands, which is why a searc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -106,7 +106,3 @@ def simulate(program: Program) -> Curve:
             matrix[min(piece.last, length - 1) + 1, category, term] -= factor
     return Curve(tuple(terms.index), matrix.cumsum(0)[:-1])
 
-
-def by_name(point: Mapping[str, float], symbols: Sequence[sympy.Symbol]) -> Point:
-    """A point given by the symbols' names."""
-    return {s: point[str(s)] for s in symbols}

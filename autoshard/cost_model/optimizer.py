@@ -105,7 +105,7 @@ class _Watch(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = (StorageWeakRef(storage), tensor.numel() * tensor.element_size())
+                self.alive[storage._cdata] = (StorageWeakRef(storage), _held(tensor))
         self.alive = {k: entry for k, entry in self.alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out

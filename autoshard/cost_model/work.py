@@ -50,8 +50,7 @@ _COPIES = _names("""
 
 @dataclass(frozen=True)
 class Work:
-    """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute. guessed: no
-    rule was written for it, so its bytes stand for all that it costs."""
+    """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute."""
 
     kind: Kind
     flops: Size
@@ -59,7 +58,11 @@ class Work:
     written: Size
     hard: Size = 0
     dtype: str = "fp32"
-    guessed: bool = False
+
+    @property
+    def guessed(self) -> bool:
+        """No rule was written for it, so its bytes stand for all that it costs."""
+        return self.kind == "other"
 
 
 def work_of(operation: Operation) -> Work:
@@ -72,8 +75,7 @@ def work_of(operation: Operation) -> Work:
         return Work(kind, 0, read, written, hard, _dtype(node))
     read = _sum(bytes_of(t) for t in _given(node))
     written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
-    kind = kind_of(node)
-    return Work(kind, flops_of(node), read, written, _hard(node), _dtype(node), guessed=kind == "other")
+    return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node))
 
 
 def kind_of(node: Node) -> Kind:
@@ -110,8 +112,13 @@ def flops_of(node: Node) -> Size:
 
 
 def _hard(node: Node) -> Size:
-    first = next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
+    first = _result(node)
     return product(first.shape) if _name(node) in _HARD and first is not None else 0
+
+
+def _result(node: Node) -> Tensor | None:
+    """The first tensor that a call gives."""
+    return next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
 
 
 def _name(node: Node) -> str:
@@ -125,8 +132,9 @@ def _given(node: Node) -> list[Tensor]:
 
 
 def _dtype(node: Node) -> str:
-    first = next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(first.dtype if first is not None else None, "fp32")  # type: ignore[arg-type]
+    first = _result(node)
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    return names.get(first.dtype, "fp32") if first is not None else "fp32"
 
 
 def _sum(sizes: Any) -> Size:

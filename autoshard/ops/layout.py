@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from autoshard.dtypes import dtype_named, name_of_dtype
+from autoshard.plan import ParameterGroup, Plan
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,19 @@ class Layout:
             compute=dtype_named(fields["compute"]) if "compute" in fields else None,
             reduce=dtype_named(fields["reduce"]) if "reduce" in fields else None,
         )
+
+
+def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str]], str]) -> Layout:
+    """How the parameters of a group travel by a plan. name_of: the process group over some of the plan's axes."""
+    sharded = group.degrees.optimizer > 1
+    axes = [axis for axis, size in plan.axes if size > 1]
+    over = [axis for axis in axes if axis == "shard"] if sharded else []
+    return Layout(
+        group=name_of(over),
+        size=plan.shard_size if sharded else 1,
+        owners=group.ranks if sharded else (),
+        replicas=name_of([axis for axis in axes if axis not in over]),
+        mean_over=plan.world,
+        compute=dtype_named(plan.compute) if plan.compute else None,
+        reduce=dtype_named(plan.reduce) if plan.reduce else None,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from autoshard.dtypes import dtype_named
 from autoshard.inventory import names_of
-from autoshard.ops.layout import Layout
+from autoshard.ops.layout import Layout, layout_of
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import dtensor_of
@@ -77,21 +77,9 @@ class Sharder:
 
     def layout(self, group: ParameterGroup) -> Layout:
         """How the parameters of a group travel."""
-        sharded = group.degrees.optimizer > 1
-        axes = [a for a, n in self.plan.axes if n > 1]
-        over = [a for a in axes if a == "shard"] if sharded else []
-        rest = [a for a in axes if a not in over]
-        return Layout(
-            group=self._group_name(over),
-            size=self.plan.shard_size if sharded else 1,
-            owners=group.ranks if sharded else (),
-            replicas=self._group_name(rest),
-            mean_over=self.plan.world,
-            compute=dtype_named(self.plan.compute) if self.plan.compute else None,
-            reduce=dtype_named(self.plan.reduce) if self.plan.reduce else None,
-        )
+        return layout_of(group, self.plan, self._group_name)
 
-    def _group_name(self, axes: list[str]) -> str:
+    def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
         if not axes:
             return ""
