@@ -21,9 +21,10 @@ from autoshard import torch_internals
 from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, names_of, take_inventory
 from autoshard.ops.layout import Layout
+from autoshard.passes.inline_regions import inline_regions
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.shard import show_as_sharded
-from autoshard.torch_internals import FakeTensorMode, ThroughDynamo
+from autoshard.torch_internals import FakeTensorMode, ThroughDynamo, TorchDynamoException, Tracing
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,18 @@ class Capture:
     inputs: tuple[Any, ...]
     parameters: dict[int, str]
     buffers: dict[int, str]
-    tracing: torch_internals.Tracing
+    tracing: Tracing
+
+
+REPEATED = 8  # as many blocks as are outlined
 
 
 class _Captured(ThroughDynamo):
-    """Ends the trace: the graph has been read."""
+    """Ends the trace: what it gave is here."""
+
+    def __init__(self, graph: GraphModule, inputs: Sequence[Any], tracing: Tracing) -> None:
+        super().__init__("captured")
+        self.graph, self.inputs, self.tracing = graph, inputs, tracing
 
 
 def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None) -> Capture:
@@ -68,34 +76,71 @@ def capture_call(
     """
     if next(model.parameters(), None) is None:
         raise UnsupportedError(f"{type(model).__name__} has no parameters; there is nothing to plan")
-    found: list[Capture] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
         show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
-
-        def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-            found.append(_captured(shadow, gm, inputs))
-            raise _Captured("read")
-
-        try:
-            torch.compile(shadow, backend=read)(*args, **kwargs)
-        except _Captured:
-            return found[0]
-    raise UnsupportedError(
-        f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
-    )
+        found = _with_regions(shadow, args, kwargs) or _trace(shadow, args, kwargs)
+    if found is None:
+        raise UnsupportedError(
+            f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
+        )
+    return found
 
 
-def _captured(shadow: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> Capture:
+def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False) -> Capture | None:
+    """The first graph that Dynamo gives; whole: an error if that is not all of it."""
+
+    def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        raise _Captured(gm, inputs, Tracing.here())
+
+    try:
+        torch.compile(shadow, backend=read, fullgraph=whole)(*args, **kwargs)
+    except _Captured as captured:
+        return _captured(shadow, captured)
+    return None
+
+
+def _with_regions(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
+    """The graph, blocks that repeat traced once; None where that is not to be had (a block that writes to something, a
+    graph break), which a trace without regions tells better."""
+    blocks = [m for m in shadow.modules() if isinstance(m, nn.ModuleList) and len(m) >= REPEATED]
+    marked = _mark([block for several in blocks for block in several])
+    if not marked:
+        return None
+    try:
+        return _trace(shadow, args, kwargs, whole=True)
+    except TorchDynamoException:
+        return None
+    finally:
+        for block, cls in marked.items():
+            block.__class__ = cls
+
+
+def _mark(blocks: Sequence[nn.Module]) -> dict[nn.Module, type[nn.Module]]:
+    """Gives blocks a class whose forward is a region; their own classes."""
+    classes = {}
+    for cls in {type(b): None for b in blocks}:
+        forward = torch_internals.traced_once(cls.forward)
+        if forward is not None:
+            classes[cls] = type(cls.__name__, (cls,), {"forward": forward})
+    marked = {b: type(b) for b in blocks if type(b) in classes}
+    for block, cls in marked.items():
+        block.__class__ = classes[cls]
+    return marked
+
+
+def _captured(shadow: nn.Module, captured: _Captured) -> Capture:
     parameters, buffers = names_of(shadow), {id(b): name for name, b in shadow.named_buffers()}
+    inputs = captured.inputs
+    inline_regions(captured.graph)
     return Capture(
         inventory=take_inventory(shadow, [x for x in inputs if isinstance(x, nn.Parameter)]),
-        graph=gm,
+        graph=captured.graph,
         inputs=tuple(inputs),
         parameters={i: parameters[id(x)] for i, x in enumerate(inputs) if id(x) in parameters},
         buffers={i: buffers[id(x)] for i, x in enumerate(inputs) if id(x) in buffers},
-        tracing=torch_internals.Tracing.here(),
+        tracing=captured.tracing,
     )
 
 

@@ -74,6 +74,7 @@ class Forecaster:
             held,
             body_of,
             self.cluster.slowest.scatters,
+            whole=not rehearsed.blocks,
         )
         return fuse(program) if self.inductor else program
 

@@ -110,6 +110,7 @@ def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
         raise ModelFileError(
             f"--hf: {config.model_type!r} is no causal language model; write a model.py with:\n{_PASTE}"
         )
+    config.use_cache = False  # nothing is generated; transformers' Trainer sets it too
     try:
         return factory.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:

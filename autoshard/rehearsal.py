@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.capture import Capture
 from autoshard.codegen import Compilation
@@ -48,7 +49,7 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
     _write_layouts(gm, captured, plan)
     manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE)
-    with captured.tracing.entered():
+    with captured.tracing.entered(), torch_internals.without_autograd_cache():
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
         return _Rehearsal(manager, context, inductor, Phases(shown=False)).carry_out(gm, inputs)
 
@@ -71,7 +72,8 @@ class _Rehearsal(Compilation):
             links.update(_links(forward, backward, kwargs["num_fwd_outputs"]))
             return forward, backward
 
-        halves = self.halves(gm, inputs, cut)
+        outer = replace(self, inductor=self.inductor and not blocks)
+        halves = outer.halves(gm, inputs, cut)
         return Rehearsed(*self._split_halves(halves), halves.results, links, tuple(blocks))
 
     def _split_halves(self, halves: Halves) -> tuple[GraphModule, GraphModule | None]:

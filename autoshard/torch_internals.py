@@ -7,6 +7,8 @@ exercises every one of them alone, so that a torch release that moves a name fai
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import os
 import sys
 from collections import OrderedDict
@@ -24,6 +26,7 @@ from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what t
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
     TensorifyScalarRestartAnalysis,  # seen: 2.11, 2.13; Dynamo lets it through from a backend and traces again
+    TorchDynamoException,  # seen: 2.11, 2.13; what Dynamo raises of code that it cannot trace
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -39,6 +42,7 @@ __all__ = [
     "FakeTensorMode",
     "OptimizedModule",
     "ThroughDynamo",
+    "TorchDynamoException",
     "Tracing",
     "backend_of",
     "behind_a_break",
@@ -213,6 +217,25 @@ def share_memory(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     sense too. Seen: 2.11, 2.13."""
     taken = [t.untyped_storage()._cdata for t in results]
     return len(set(taken)) < len(taken) or bool(set(taken) & {t.untyped_storage()._cdata for t in others})
+
+
+def traced_once(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`forward` such that Dynamo traces it once for all modules that are alike, and calls that graph for each; what may
+    differ between them it checks. None where Dynamo would trace every call. Seen: 2.13; not in 2.11."""
+    mark: Any = torch.compiler.nested_compile_region
+    if "max_reuse_entries" not in inspect.signature(mark).parameters:
+        return None
+
+    def region(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    # torch marks the function that it is given, and looks graphs up by its code, which must be nobody else's
+    region.__code__ = region.__code__.replace(co_name=f"region {next(_REGIONS)}")
+    marked: Callable[..., Any] = mark(region, max_reuse_entries=sys.maxsize)
+    return marked
+
+
+_REGIONS = itertools.count()
 
 
 @dataclass(frozen=True)

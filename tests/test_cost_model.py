@@ -25,6 +25,7 @@ from autoshard.capture import capture
 from autoshard.cost_model import liveness, timeline
 from autoshard.cost_model.cluster import Cluster, measured_here, preset
 from autoshard.cost_model.collectives import ring_seconds
+from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import DEVICES, Link, device_named_like, is_known
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.liveness import CATEGORIES
@@ -110,12 +111,37 @@ def _grown(step: Any) -> int:
     return max(itertools.accumulate(int(e["args"]["Bytes"]) for e in sorted(found, key=lambda e: float(e["ts"]))))
 
 
-@pytest.mark.parametrize("batch", [64, 512])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_the_peak_is_the_measured_one(batch: int, codegen: str) -> None:
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """Blocks enough to be compiled apart from what is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(192, 64), nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.flatten(1))
+        for layer in self.layers:
+            x = layer(x)
+        return x.log_softmax(-1).square().mean()
+
+
+@pytest.mark.parametrize(
+    "make, batch, codegen",
+    [(Net, 64, "eager"), (Net, 512, "eager"), (Net, 64, "inductor"), (Net, 512, "inductor"), (Deep, 512, "inductor")],
+)
+def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen: str) -> None:
     import autoshard
 
-    model, x = Net(), torch.randn(batch, 3, 8, 8)
+    model, x = make(), torch.randn(batch, 3, 8, 8)
     predicted = _plan(_forecaster(model, x, 1, codegen == "inductor"), 0).predicted
     optimizer = torch.optim.AdamW(model.parameters())
     torch.compiler.reset()
@@ -216,6 +242,28 @@ def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
         assert (line.seconds, line.exposed, line.communication) == (max(compute, 5.0), exposed, 5.0)
     slowed = timeline.simulate(Program(operations), lambda _: 7.0, lambda _: 5.0, interference=0.4)
     assert slowed.seconds == 7.0 + 0.4 * 5.0
+
+
+def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads() -> None:
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    relu = graph.call_function(torch.ops.aten.relu.default, ())
+    started, wait = (graph.call_function(op, ()) for op in (c10d.all_reduce.default, c10d.wait_tensor.default))
+    program = Program()
+    sent, got, first, second, third = (program.add(8, "temporaries", i, i + 1) for i in (0, 1, 2, 3, 4))
+    program.pieces[sent].last = program.pieces[got].last = 6  # the transport reads it until the wait
+    program.operations = [
+        Operation(relu, "forward", (), (sent,), code=0),
+        Operation(started, "forward", (sent,), (got,), code=0),
+        Operation(relu, "forward", (), (first,), code=0),
+        Operation(relu, "forward", (first,), (second,), code=0),
+        Operation(relu, "forward", (second,), (third,), code=1),
+        Operation(relu, "forward", (third,), (), code=None),
+        Operation(wait, "forward", (got,), (), code=None),
+    ]
+    fused = fuse(program)
+    assert [len(o.parts) for o in fused.operations] == [1, 1, 2, 1, 0, 0]
+    assert fused.pieces[first].bytes == 0 and fused.pieces[second].bytes == fused.pieces[third].bytes == 8
+    assert fused.pieces[sent].last == 5
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1)), min_size=1, max_size=6), st.floats(0, 1e12), st.floats(0, 1e12))

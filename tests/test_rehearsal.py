@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch import nn
+from torch.fx import GraphModule, Node
 
 from autoshard.capture import capture
+from autoshard.passes import graphs
 from autoshard.rehearsal import rehearse
 from tests.test_passes import Blocks, many_processes, plan_for, rewritten  # noqa: F401  (a fixture of a module)
 
@@ -21,6 +23,52 @@ def _operations(gm: GraphModule) -> Counter[str]:
         if node.op == "call_function" and isinstance(value, torch.Tensor) and "view" not in name and "detach" not in name:
             found[f"{name} {tuple(value.shape)}"] += 1
     return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, keys: dict[str, torch.Tensor], scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        y = nn.functional.dropout(self.linear(self.norm(x)), 0.1)
+        return x + scale * y * keys["mask"], y
+
+
+class Deep(nn.Module):
+    """Blocks enough to be traced once; one of them is called another way. breaks: the graph ends behind the first."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers, self.breaks = nn.ModuleList(Block() for _ in range(9)), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x > 0).float()
+        for i, layer in enumerate(self.layers):
+            x, y = layer(x, {"mask": mask}, scale=0.5 if i == 4 else 1.0)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return (x + y).sum()
+
+
+def test_blocks_traced_once_make_the_same_graph() -> None:
+    inputs = torch.randn(4, 8)
+    once = capture(Deep(), inputs).graph
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoshard.capture.REPEATED", 100)
+        each = capture(Deep(), inputs).graph
+    assert [_line(n) for n in once.graph.nodes] == [_line(n) for n in each.graph.nodes]
+
+
+def _line(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if "layers" in path]
+    given = graphs.arguments_text((node.args, node.kwargs), lambda n: graphs.described(n.meta.get("example_value")))
+    return f"{node.target} {given} {graphs.described(node.meta.get('example_value'))} {paths[:1]}"
+
+
+def test_a_model_that_breaks_is_captured_up_to_there() -> None:
+    assert len(capture(Deep(breaks=True), torch.randn(4, 8)).parameters) == 4
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

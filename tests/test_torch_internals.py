@@ -303,3 +303,26 @@ def test_gloo_in_turn_bears_collectives_that_run_at_once() -> None:
         """,
     )
     assert all("well" in ended.output and ended.code == 0 for ended in done), done
+
+
+@pytest.mark.skipif(torch_internals.traced_once(nn.Linear.forward) is None, reason="this torch traces every call")
+def test_alike_modules_are_traced_once() -> None:
+    cls = type("Marked", (nn.Linear,), {"forward": torch_internals.traced_once(nn.Linear.forward)})
+    layers = [cls(4, 4) for _ in range(3)]
+    graphs = []
+
+    def read(gm: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(gm)
+        return gm.forward
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    torch.compiler.reset()
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.testing.assert_close(torch.compile(run, backend=read, fullgraph=True)(x), run(x))
+    bodies = {id(body) for _, body in graphs[0].named_children()}
+    assert len(graphs[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)) == 3
+    assert len(bodies) == 1

@@ -9,12 +9,13 @@ the same size that is read there for the last time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tag
 
-from autoshard.cost_model.program import Half, Operation, Piece, Program
+from autoshard.cost_model.program import Operation, Piece, Program
 
 _REDUCTIONS = frozenset(
     f"aten.{name}"
@@ -43,21 +44,20 @@ def fusible(operation: Operation) -> bool:
 
 def fuse(program: Program) -> Program:
     """The program after fusion; each kernel stands in it as one operation, by the name of its last."""
-    halves: list[Half] = ["forward", "backward"]
     out = Program()
     moved: dict[int, int] = {}  # where the operation at a position of the old program ended up
     inner: set[int] = set()
-    for half in halves:
-        positions = [i for i, o in enumerate(program.operations) if o.half == half]
-        kernels = _Kernels(program, positions)
-        inner |= kernels.inner
-        for members in kernels.in_order():
+    for code, positions in itertools.groupby(range(len(program.operations)), lambda i: program.operations[i].code):
+        kernels = _Kernels(program, list(positions)) if code is not None else None
+        for members in kernels.in_order() if kernels else ([i] for i in positions):
             moved.update(dict.fromkeys(members, len(out.operations)))
-            out.operations.append(_merged(program, [program.operations[i] for i in members], kernels.inner))
+            operations = [program.operations[i] for i in members]
+            out.operations.append(_merged(program, operations, kernels.inner) if kernels else operations[0])
+        inner |= kernels.inner if kernels else set()
     length = len(program.operations)
     moved[length] = len(out.operations)
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
-    _follow_readers(out, length, program)
+    _follow_readers(out, moved, program)
     _in_place(out)
     _channels_last(out)
     return out
@@ -77,23 +77,27 @@ def _moved(piece: Piece, moved: dict[int, int], inner: bool) -> Piece:
     return replace(piece, made=made, last=max(made, 0), bytes=0 if inner else piece.bytes)
 
 
-def _follow_readers(out: Program, length: int, before: Program) -> None:
-    """A piece's last reader may stand elsewhere now; what outlived all readers (results, gradients, state) still does."""
+def _follow_readers(out: Program, moved: dict[int, int], before: Program) -> None:
+    """A piece's last reader may stand elsewhere now. What outlived its readers (a result, a gradient, what a collective
+    reads until its wait) still lives until then."""
     for at, operation in enumerate(out.operations):
         for piece in (*operation.reads, *operation.makes):
             out.pieces[piece].last = max(out.pieces[piece].last, at)
-    last_before, last_now = (max((i for i, o in enumerate(p.operations) if o.half == "forward"), default=-1) for p in (before, out))
-    for old, new in zip(before.pieces, out.pieces):
-        if old.last >= length:
-            new.last = len(out.operations)
-        elif old.last == last_before:
-            new.last = max(new.last, last_now)
+    touched = {p: i for i, o in enumerate(before.operations) for p in (*o.reads, *o.makes)}
+    ends = moved | {_last_of_forward(before): _last_of_forward(out)}
+    for piece, (old, new) in enumerate(zip(before.pieces, out.pieces)):
+        if old.last > touched.get(piece, -1):
+            new.last = max(new.last, ends[old.last])
+
+
+def _last_of_forward(program: Program) -> int:
+    return max((i for i, o in enumerate(program.operations) if o.half == "forward"), default=-1)
 
 
 def _in_place(out: Program) -> None:
     """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier."""
     for at, operation in enumerate(out.operations):
-        if len(operation.parts) == 0 or not fusible(operation):
+        if operation.code is None or not fusible(operation):
             continue
         dying = [p for p in operation.reads if _dies(out.pieces[p], at)]
         for made in operation.makes:
@@ -108,7 +112,7 @@ def _channels_last(out: Program) -> None:
     them, backward's too."""
     readers: dict[int, list[int]] = {}
     for at, operation in enumerate(out.operations):
-        if "convolution" in operation.name:
+        if operation.code is not None and "convolution" in operation.name:
             for given in (p for p in operation.reads if out.pieces[p].category == "inputs"):
                 readers.setdefault(given, []).append(at)
     for given, reading in readers.items():

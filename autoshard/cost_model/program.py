@@ -7,13 +7,14 @@ liveness is where a piece is made and where it is read for the last time, by wha
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -56,13 +57,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. parts: of a
-    kernel that several were fused into, their calls; read_bytes, made_bytes: of such a kernel's pieces."""
+    """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. code: the number
+    of the graph that code is generated of with it in it; None where it runs by itself. parts: of a kernel that several
+    were fused into, their calls; read_bytes, made_bytes: of such a kernel's pieces."""
 
     node: Node
     half: Half
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    code: int | None = None
     parts: tuple[Node, ...] = ()
     read_bytes: tuple[Size, ...] = ()
     made_bytes: tuple[Size, ...] = ()
@@ -112,14 +115,18 @@ class Writer:
         """body_of: the graph that a call of a block runs and the nodes that it takes; None of other calls.
         scatters: False of a transport that reduces a copy of the whole, as gloo does."""
         self.program, self.body_of, self.scatters = Program(), body_of, scatters
+        self._codes, self._code = itertools.count(), cast("int | None", None)
         self._in_flight: dict[int, tuple[int, ...]] = {}  # by what a collective gives: what the transport holds meanwhile
 
-    def write(self, gm: GraphModule, half: Half, inputs: Sequence[Value]) -> list[Value]:
-        """Appends a graph's operations; `inputs` are the values of its placeholders. Returns its outputs' values."""
+    def write(self, gm: GraphModule, half: Half, inputs: Sequence[Value], compiled: bool) -> list[Value]:
+        """Appends a graph's operations; `inputs` are the values of its placeholders. Returns its outputs' values.
+        compiled: code is generated of it as a whole."""
+        around, self._code = self._code, next(self._codes) if compiled else None
         values: dict[Any, Value] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs))
         for node in gm.graph.nodes:
             if node.op == "call_function":
                 values[node] = self._call(node, half, values)
+        self._code = around
         return [values.get(n) for n in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
 
     def _call(self, node: Node, half: Half, values: dict[Any, Value]) -> Value:
@@ -128,7 +135,7 @@ class Writer:
             return source[index] if isinstance(source, list) and isinstance(index, int) else source
         body = self.body_of(node)
         if body is not None:
-            return self.write(body[0], half, [values.get(n) for n in body[1]])
+            return self.write(body[0], half, [values.get(n) for n in body[1]], compiled=True)
         given = tree_leaves((node.args, node.kwargs))
         reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in given if isinstance(a, Node)])))
         alias = aliased(node)
@@ -144,7 +151,7 @@ class Writer:
         value = _shared(node, reads) if writes else self._made(node, at)
         makes = () if writes else tuple(pieces_of(value))
         if writes or makes:
-            self.program.operations.append(Operation(node, half, reads, makes))
+            self.program.operations.append(Operation(node, half, reads, makes, self._code))
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:

@@ -33,18 +33,20 @@ def program_of(
     held: Held,
     body_of: Callable[[Node], Body | None],
     scatters: bool = True,
+    whole: bool = True,
 ) -> Program:
-    """The program of one step, whose last position is the optimizer's."""
+    """The program of one step, whose last position is the optimizer's. whole: forward and backward are compiled as they
+    are; else the blocks that they call."""
     writer = Writer(body_of, scatters)
     program = writer.program
-    outputs = writer.write(forward, "forward", _inputs(program, forward, held))
+    outputs = writer.write(forward, "forward", _inputs(program, forward, held), whole)
     program.keep(outputs[:results], len(program.operations) - 1)
     for piece in pieces_of(outputs[:results]):
         program.pieces[piece].seen = True
     middle = len(program.operations)
     if backward is not None:
         given = _backward_inputs(program, backward, {b: outputs[f] for f, b in saved.items()})
-        gradients = writer.write(backward, "backward", given)
+        gradients = writer.write(backward, "backward", given, whole)
         _leave(program, gradients)
     end = len(program.operations)
     for made in program.pieces:

@@ -11,6 +11,7 @@ from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
 from autoshard.passes.bucket import Bucket
 from autoshard.passes.hoist_unshards import HoistUnshards
+from autoshard.passes.inline_regions import InlineRegions
 from autoshard.passes.lower import Lower
 from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
@@ -22,11 +23,14 @@ from autoshard.passes.sync_buffers import SyncBuffers
 PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
-        HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Bucket, Lower, Overlap
+        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Bucket, Lower,
+        Overlap
     )
 }
 
-DEFAULT = "hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,bucket,lower,overlap"
+DEFAULT = (
+    "inline_regions,hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,bucket,lower,overlap"
+)
 
 
 def parse(spec: str) -> tuple[Pass, ...]:
