@@ -34,8 +34,8 @@ Generate = Callable[[GraphModule, Phase], Callable[[list[Any]], Any]]
 
 def compile_blocks(gm: GraphModule, differentiate: Differentiate, generate: Generate) -> list[Block]:
     """Every outlined block compiled, its calls made calls of `autoshard::block`; the graph works as long as somebody
-    holds the list. A block that no op can stand for (it changes an input, or its results lie in the memory of others)
-    stays a module, which a trace goes through; if it is one that repeats, all stay."""
+    holds the list. The operations of a block that no op can stand for (it changes an input, or its results lie in the
+    memory of others) take their old place; if it is one that repeats, those of all."""
     calls: dict[str, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if is_block(node):
@@ -46,12 +46,21 @@ def compile_blocks(gm: GraphModule, differentiate: Differentiate, generate: Gene
         if block is not None:
             made[name] = block
         elif len(calls[name]) > 1:
-            return []
-    for name, block in made.items():
-        _call_ops(gm, calls[name], block, register(name, block))
+            made.clear()
+            break
+    for name, nodes in calls.items():
+        if name in made:
+            _call_ops(gm, nodes, made[name], register(name, made[name]))
+        else:
+            _inline(gm, nodes, graphs.body(gm, name))
         delattr(gm, name)
     gm.recompile()
     return list(made.values())
+
+
+def _inline(gm: GraphModule, nodes: list[Node], body: GraphModule) -> None:
+    for node in nodes:
+        graphs.inline_body(gm, node, body, node.all_input_nodes)
 
 
 def _call_ops(gm: GraphModule, nodes: list[Node], block: Block, key: str) -> None:

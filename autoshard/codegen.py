@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +20,43 @@ from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
 from autoshard.ops.block import DIRECT
-from autoshard.passes import graphs
+from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
+from autoshard.passes.outline_blocks import POLICY
 from autoshard.version import __version__
 
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A graph as AOTAutograd traced it, before its halves are parted. keywords: for the partitioner; None where nothing is
+    differentiated."""
+
+    graph: GraphModule
+    inputs: Sequence[Any] = ()
+    keywords: dict[str, Any] | None = None
+
+    def copied(self) -> Joint:
+        """One to part while this one stays as it is."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 of its own tree specs
+            return replace(self, graph=copy.deepcopy(self.graph))
+
+    def halves(self, cut: Cut) -> Halves:
+        """Forward and backward, as `cut` parts them."""
+        if self.keywords is None:
+            return Halves(self.graph, None, len(self.graph.graph.output_node().args[0]))  # type: ignore[arg-type]
+        return Halves(*cut(self.graph, self.inputs, **self.keywords), self.keywords["num_fwd_outputs"])
+
+
+class _Traced(Exception):
+    """Ends AOTAutograd: the joint graph is there."""
+
+    def __init__(self, joint: Joint) -> None:
+        super().__init__("traced")
+        self.joint = joint
 
 
 @dataclass(frozen=True)
@@ -46,22 +79,16 @@ class Compilation:
         named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
         return named
 
-    def halves(self, gm: GraphModule, inputs: Sequence[Any], cut: Cut) -> Halves:
-        """A graph's forward and backward, before code is generated: AOTAutograd alone, as far as Inductor's operators if
-        need be."""
-        found: list[Halves] = []
+    def trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Joint:
+        """A graph's forward and backward in one: AOTAutograd alone, as far as Inductor's operators if need be."""
 
-        def partition(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            forward, backward = cut(joint, joint_inputs, **kwargs)
-            found.append(Halves(forward, backward, kwargs["num_fwd_outputs"]))
-            return forward, backward
+        def partition(joint: GraphModule, joint_inputs: Sequence[Any], **keywords: Any) -> Any:
+            raise _Traced(Joint(joint, joint_inputs, keywords))
 
-        def infer(graph: GraphModule, *_: Any, **kwargs: Any) -> Any:
-            if not found:
-                found.append(Halves(graph, None, len(graph.graph.output_node().args[0])))  # type: ignore[arg-type]
-            return _never_run
+        def infer(graph: GraphModule, *_: Any, **__: Any) -> Any:
+            raise _Traced(Joint(graph))
 
-        with torch_internals.Tracing.here().entered():
+        try:
             if self.inductor:
                 patches = {"custom_partitioner_fn": Partitioner(partition, "block")}
                 torch_internals.compile_with_inductor(gm, inputs, infer, patches)
@@ -69,16 +96,20 @@ class Compilation:
                 aot_module_simplified(
                     gm, inputs, fw_compiler=infer, partition_fn=partition, keep_inference_input_mutations=True
                 )
-        return found[0]
+        except _Traced as traced:
+            return traced.joint
+        raise AssertionError("AOTAutograd partitions or compiles")
 
     def differentiate(self, block: GraphModule, inputs: list[Any]) -> Halves:
+        """The halves of one block."""
+        with torch_internals.Tracing.here().entered():
+            return self.cut_block(self.trace(block, inputs), block.meta[POLICY])
+
+    def cut_block(self, joint: Joint, policy: str) -> Halves:
         """The halves of one block, whose views are not saved beside what they are views of."""
-
-        def cut(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            graphs.recompute_views(joint)
-            return self._cut(joint, joint_inputs, **kwargs)
-
-        return self.halves(block, inputs, cut)
+        graphs.recompute_views(joint.graph)
+        recompute.tag(joint.graph, lambda _: policy)
+        return joint.halves(self._cut)
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """What runs one graph of a block."""
@@ -143,13 +174,6 @@ class Compilation:
             "reorder_for_locality": False,
         }
         return torch_internals.compile_with_inductor(gm, inputs, inner, patches)
-
-
-def _never_run(args: list[Any]) -> Any:
-    raise AssertionError("this graph was only made to be taken apart")
-
-
-_never_run._boxed_call = True  # type: ignore[attr-defined]
 
 
 def _size(gm: GraphModule) -> str:

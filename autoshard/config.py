@@ -13,13 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.errors import ConfigError
-from autoshard.plan import OPTIMIZER_STATES, Plan
+from autoshard.plan import OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "eager")
 MESH_AXES = ("replicate", "shard")
-_DECIDING = ("zero", "mesh", "memory_budget", "precision", "optimizer", "buffers", "replicate_below")
+_DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "optimizer", "buffers", "replicate_below")
 
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
@@ -42,6 +42,9 @@ class Config:
     mesh: None (all processes shard), {"replicate": 2, "shard": 4} (replicate=2,shard=4 on the command line), or
         a DeviceMesh with those axis names.
     memory_budget: bytes, "72GiB", "80GB", or a share of the device such as 0.9, a process.
+    recompute: what backward computes again and forward need not save: "none" (what costs next to nothing), "selective" (all
+        of a block but attention and every second matmul), "full" (all of a block), or "auto": what brings a step into
+        memory_budget in the least time.
     precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     codegen: "inductor" or "eager" (the rewritten graph, op by op).
@@ -61,6 +64,7 @@ class Config:
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
     mesh: dict[str, int] | DeviceMesh | None = None
     memory_budget: int | float | str | None = None
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
     precision: str | MixedPrecisionPolicy | None = None
     codegen: Literal["inductor", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
@@ -76,6 +80,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _one_of("zero", self.zero, ("auto", 0, 1, 2, 3))
+        _one_of("recompute", self.recompute, ("auto", *POLICIES))
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
         _one_of("buffers", self.buffers, ("broadcast", "local"))

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from autoshard.cost_model.cluster import Cluster, measured_here
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like, free_memory
 from autoshard.cost_model.optimizer import NAMED, like
 from autoshard.errors import ShardingError, UnsupportedError
-from autoshard.family import members_of, used_in
+from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
 from autoshard.heap import alive
 from autoshard.inventory import Inventory, device_of, names_of, take_inventory
@@ -109,8 +110,20 @@ class FirstCall:
             budget=budget_bytes(self.config, min(s["_free"] for s in statements)),
             optimizer_states=max(states) if states else None,
         )
-        forecast = self._forecaster(where) if self.config.zero == "auto" and self.world.size > 1 else None
-        return make_plan(inventory, self.config, where, forecast or _as_it_is)
+        forecast = self._forecaster(where) if self._chooses() else None
+        fit = forecast.fit if forecast is not None and self.config.recompute == "auto" else None
+        return self._of_family(make_plan(inventory, self.config, where, forecast or _as_it_is, fit))
+
+    def _chooses(self) -> bool:
+        """Whether something depends on how much a step takes: nothing is simulated for its own sake here."""
+        limited = self.config.memory_budget is not None and self.config.recompute == "auto"
+        return limited or (self.config.zero == "auto" and self.world.size > 1)
+
+    def _of_family(self, plan: Plan) -> Plan:
+        """Blocks that are compiled one by one have a graph each, in which no block has a number."""
+        if not isinstance(self.model, Family) or not plan.recompute:
+            return plan
+        return replace(plan, recompute=(("", plan.recompute[0][1]),))
 
     def _forecaster(self, where: Circumstances) -> Forecaster | None:
         """Simulates what this call will take by each plan; None where the model cannot be traced by itself."""

@@ -13,17 +13,21 @@ from autoshard.cost_model import accuracy, optimizer
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import is_known
+from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Program
 from autoshard.cost_model.step_memory import Held, program_of
 from autoshard.cost_model.step_time import StepTime, step_time
 from autoshard.cost_model.timeline import land
-from autoshard.cost_model.work import kind_of
+from autoshard.cost_model.work import kind_of, work_of
 from autoshard.inventory import ParameterInfo, floating
+from autoshard.passes.choose_recompute import choose, least
 from autoshard.plan import Plan
-from autoshard.rehearsal import Rehearsed, body_of, group_sizes, rehearse, rows_of
+from autoshard.rehearsal import Prepared, Rehearsed, body_of, group_sizes, prepare, rehearse, rows_of
+from autoshard.savings import Savings, Step
 
+TRIALS = 4  # how often a choice is simulated before the best that was found is taken
 Key = tuple[object, ...]
 Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 
@@ -38,6 +42,7 @@ class Forecaster:
     cluster: Cluster
     inductor: bool
     _known: dict[Key, Simulated] = field(default_factory=dict)
+    _ready: dict[Key, Prepared] = field(default_factory=dict)
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
@@ -56,14 +61,64 @@ class Forecaster:
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed."""
-        key = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.degrees.parameter > 1) for g in plan.groups)
+        key = (*_layouts(plan), *(g.degrees.parameter > 1 for g in plan.groups), plan.recompute)
         if key not in self._known:
             held, unknown = self._held(plan)
-            program = self._program(rehearse(self.captured, plan, self.inductor), held)
+            program = self._program(self._rehearsed(plan), held)
             took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
             land(program, took.timeline)
             self._known[key] = program, simulate(program), took, unknown
         return self._known[key]
+
+    def fit(self, plan: Plan, budget: int) -> Plan:
+        """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
+        of the least peak. Its prediction is there."""
+        blocks = self._savings(plan).blocks(plan)
+        if not blocks:
+            return self(plan)
+        best, target, lowest = self(plan), budget, least(blocks)
+        for _ in range(TRIALS):
+            taken = choose(blocks, target)
+            policies = [(b.name, o.policy) for b, o in zip(blocks, taken or lowest)]
+            found = self(replace(plan, recompute=tuple((name, policy) for name, policy in policies if policy != "none")))
+            best = found if _better(found, best, budget) else best
+            over = found.predicted.peak_bytes - budget
+            if over <= 0 or taken is None:
+                break
+            target -= over
+        return best
+
+    def _savings(self, plan: Plan) -> Savings:
+        held, _ = self._held(plan)
+
+        def step(rehearsed: Rehearsed, held: Held) -> Step:
+            program = self._program(rehearsed, held)
+            took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
+            land(program, took.timeline)
+            spans = {span.operation: span.end - span.start for span in took.timeline.spans if span.stream == "compute"}
+            totals = [int(b) for b in simulate(program).at({}).sum(1)]
+            return Step(program, totals, [spans.get(i, 0.0) for i in range(len(program.operations))])
+
+        return Savings(
+            self._prepared(plan),
+            simulate=lambda rehearsed: step(rehearsed, held),
+            simulate_alone=lambda rehearsed: step(rehearsed, Held({}, 0, 0)),
+            seconds_of=lambda operation: seconds(work_of(operation), self.cluster.device),
+        )
+
+    def _rehearsed(self, plan: Plan) -> Rehearsed:
+        """Blocks that are graphs of their own make another graph around them when they save something else."""
+        prepared = self._prepared(plan)
+        if plan.recompute and prepared.kinds:
+            return rehearse(self.captured, plan, self.inductor)
+        return prepared.cut(plan)
+
+    def _prepared(self, plan: Plan) -> Prepared:
+        """Stages that differ in what backward gathers again have this in common."""
+        key = _layouts(plan)
+        if key not in self._ready:
+            self._ready[key] = prepare(self.captured, replace(plan, recompute=()), self.inductor)
+        return self._ready[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:
         program = program_of(
@@ -89,6 +144,19 @@ class Forecaster:
             return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
         assumed = _as_adam(trained)
         return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+
+
+def _layouts(plan: Plan) -> Key:
+    """What of a plan the graphs show before forward and backward are parted."""
+    return tuple((g.parameters, g.ranks, g.degrees.optimizer) for g in plan.groups)
+
+
+def _better(plan: Plan, than: Plan, budget: int) -> bool:
+    """Whether it fits, and is faster than what fits; or else has the lower peak."""
+    fits, fitted = (p.predicted.peak_bytes <= budget for p in (plan, than))
+    if fits and fitted:
+        return (plan.predicted.step_seconds or 0.0) < (than.predicted.step_seconds or 0.0)
+    return fits or (not fitted and plan.predicted.peak_bytes < than.predicted.peak_bytes)
 
 
 def _strange(cluster: Cluster) -> tuple[str, ...]:

@@ -120,6 +120,8 @@ class Plan:
     axes: the mesh, outermost first; the gradient is the mean over all of it.
     groups: in the order of first use, which is the order of collectives in forward; backward is the reverse.
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
+    recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
+        see [Note: Policies] in passes/recompute.py.
     covered: share of the model's elements that the captured graph held. why: the decisions, in words.
     """
 
@@ -129,6 +131,7 @@ class Plan:
     compute: str = ""
     reduce: str = ""
     buffers: str = "broadcast"
+    recompute: tuple[tuple[str, str], ...] = ()
     covered: float = 1.0
     predicted: Prediction = field(default_factory=Prediction, compare=False)
     why: tuple[str, ...] = field(default=(), compare=False)
@@ -169,6 +172,14 @@ class Plan:
     def group_of(self) -> dict[str, ParameterGroup]:
         """The group of each parameter, by name."""
         return {name: group for group in self.groups for name in group.parameters}
+
+    @cached_property
+    def _policies(self) -> dict[str, str]:
+        return dict(self.recompute)
+
+    def policy_of(self, block: str | None) -> str:
+        """What backward finds saved of a block ("model.layers.3"); of what lies outside of blocks torch decides."""
+        return self._policies.get(block or "", "none")
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -216,6 +227,15 @@ def _interval(value: Any) -> tuple[float, float] | None:
     return None if value is None else (value[0], value[1])
 
 
+POLICIES = ("none", "selective", "full")
+
+
+def _legal_policy(policy: str) -> str:
+    if policy not in POLICIES and not policy.startswith("save "):
+        raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {', '.join(POLICIES)}, or 'save' and operations")
+    return policy
+
+
 def _from_dict(data: dict[str, Any]) -> Plan:
     predicted = data.get("predicted", {})
     return Plan(
@@ -230,6 +250,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         compute=data.get("compute", ""),
         reduce=data.get("reduce", ""),
         buffers=data.get("buffers", "broadcast"),
+        recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),
         covered=data.get("covered", 1.0),
         predicted=Prediction(
             predicted.get("memory", {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx import GraphModule, Node
 from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.capture import Capture
-from autoshard.codegen import Compilation
+from autoshard.codegen import Compilation, Joint
 from autoshard.console import Phases
 from autoshard.ops.block import Block, block_named
 from autoshard.ops.layout import Layout, layout_of
@@ -22,6 +23,7 @@ from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
+from autoshard.passes.outline_blocks import BLOCKS, POLICY
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
@@ -45,13 +47,58 @@ class Rehearsed:
 
 def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
     """The graphs of rank 0, which has the most rows. Changes nothing of what was captured."""
+    return prepare(captured, plan, inductor).cut(plan)
+
+
+def prepare(captured: Capture, plan: Plan, inductor: bool) -> Prepared:
+    """All of a rehearsal that comes before forward and backward are parted."""
     gm = copy.deepcopy(captured.graph)
     _write_layouts(gm, captured, plan)
     manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE)
-    with captured.tracing.entered(), torch_internals.without_autograd_cache():
+    with _tracing(captured):
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
-        return _Rehearsal(manager, context, inductor, Phases(shown=False)).carry_out(gm, inputs)
+        return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs)
+
+
+def _tracing(captured: Capture) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(captured.tracing.entered())
+    stack.enter_context(torch_internals.without_autograd_cache())
+    return stack
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A block that is a graph of its own. names: of the model's blocks that are so."""
+
+    joint: Joint
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph that was traced forward and backward. kinds: the blocks in it that are graphs of their own."""
+
+    captured: Capture
+    compilation: _Rehearsal
+    joint: Joint
+    blocks: tuple[Block, ...]
+    kinds: tuple[Kind, ...]
+
+    def cut(self, plan: Plan) -> Rehearsed:
+        """The graphs by a plan that is as the one that this was prepared for but for what it computes again. In blocks that
+        are graphs of their own only that one's choice counts."""
+        compilation = replace(self.compilation, context=replace(self.compilation.context, plan=plan))
+        with _tracing(self.captured):
+            return compilation.finish(self.joint.copied(), self.blocks)
+
+    def cut_kind(self, kind: Kind, policy: str) -> Rehearsed:
+        """The graphs of a kind of block alone."""
+        with _tracing(self.captured):
+            halves = self.compilation.cut_block(kind.joint.copied(), policy)
+        assert halves.backward is not None
+        return Rehearsed(halves.forward, halves.backward, halves.results, _links(halves), ())
 
 
 class _Rehearsal(Compilation):
@@ -61,25 +108,28 @@ class _Rehearsal(Compilation):
         """Not code, but a bearer of the graph."""
         return Written(graph)
 
-    def carry_out(self, gm: GraphModule, inputs: Sequence[Any]) -> Rehearsed:
-        """All that `compile` does up to there."""
+    def prepare(self, captured: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Prepared:
+        """All that `compile` does up to the partition."""
         gm = self.manager.run("traced", gm, self.context)
-        blocks = compile_blocks(gm, self.differentiate, self.generate)
-        links: dict[int, int] = {}
+        kinds: list[Kind] = []
 
-        def cut(joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            forward, backward = self.partition(joint, joint_inputs, **kwargs)
-            links.update(_links(forward, backward, kwargs["num_fwd_outputs"]))
-            return forward, backward
+        def differentiate(body: GraphModule, given: list[Any]) -> Halves:
+            joint = self.trace(body, given)
+            kinds.append(Kind(joint.copied(), body.meta[BLOCKS]))
+            return self.cut_block(joint, body.meta[POLICY])
 
+        blocks = compile_blocks(gm, differentiate, self.generate)
         outer = replace(self, inductor=self.inductor and not blocks)
-        halves = outer.halves(gm, inputs, cut)
-        return Rehearsed(*self._split_halves(halves), halves.results, links, tuple(blocks))
+        return Prepared(captured, outer, outer.trace(gm, inputs), tuple(blocks), tuple(kinds if blocks else ()))
 
-    def _split_halves(self, halves: Halves) -> tuple[GraphModule, GraphModule | None]:
+    def finish(self, joint: Joint, blocks: tuple[Block, ...]) -> Rehearsed:
+        """Parts the graph and runs the last passes."""
+        halves = joint.halves(self.partition)
+        links = _links(halves)
         if halves.backward is None:
-            return self.split(halves.forward, "inference"), None
-        return self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
+            return Rehearsed(self.split(halves.forward, "inference"), None, halves.results, {}, blocks)
+        forward, backward = self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
+        return Rehearsed(forward, backward, halves.results, links, blocks)
 
 
 @dataclass(frozen=True)
@@ -93,11 +143,13 @@ class Written:
         raise AssertionError("a rehearsed block has no code")
 
 
-def _links(forward: GraphModule, backward: GraphModule, results: int) -> dict[int, int]:
+def _links(halves: Halves) -> dict[int, int]:
     """The partitioner calls what backward takes by the name that it has in forward."""
-    places = {n.name: i for i, n in enumerate(backward.graph.find_nodes(op="placeholder"))}
-    outputs: Sequence[Any] = forward.graph.output_node().args[0]  # type: ignore[assignment]
-    saved = list(enumerate(outputs))[results:]
+    if halves.backward is None:
+        return {}
+    places = {n.name: i for i, n in enumerate(halves.backward.graph.find_nodes(op="placeholder"))}
+    outputs: Sequence[Any] = halves.forward.graph.output_node().args[0]  # type: ignore[assignment]
+    saved = list(enumerate(outputs))[halves.results :]
     return {i: places[n.name] for i, n in saved if isinstance(n, Node) and n.name in places}
 
 

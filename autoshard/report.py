@@ -78,6 +78,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         Text(""),
         _groups_table(plan),
         Text(""),
+        *_recompute_part(plan),
         _memory_table(plan),
         *_peak_lines(plan),
         Text(""),
@@ -106,7 +107,7 @@ def _groups_table(plan: Plan) -> Table:
         first = run[0]
         where = f" on ranks {','.join(map(str, first.ranks))}" if first.ranks else ""
         table.add_row(
-            _run_name(run) + where, str(len(run)), str(len(first.parameters)), str(first.degrees)
+            _span([g.name for g in run]) + where, str(len(run)), str(len(first.parameters)), str(first.degrees)
         )
     return table
 
@@ -121,11 +122,31 @@ def _folded(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
     return [list(run) for _, run in itertools.groupby(groups, key=key)]
 
 
-def _run_name(run: Sequence[ParameterGroup]) -> str:
-    if len(run) == 1:
-        return run[0].name
-    first, last = re.findall(r"\d+", run[0].name)[-1], re.findall(r"\d+", run[-1].name)[-1]
-    return re.sub(r"\d+(?!.*\d)", f"{{{first}..{last}}}", run[0].name)
+def _span(names: Sequence[str]) -> str:
+    """"layers.{0..3}" for names that differ by their last number."""
+    if len(names) == 1:
+        return names[0]
+    first, last = re.findall(r"\d+", names[0])[-1], re.findall(r"\d+", names[-1])[-1]
+    return re.sub(r"\d+(?!.*\d)", f"{{{first}..{last}}}", names[0])
+
+
+def _recompute_part(plan: Plan) -> list[RenderableType]:
+    if not plan.recompute:
+        return []
+    table = Table(box=None, pad_edge=False)
+    table.add_column("recomputed in backward", overflow="fold")
+    table.add_column("but for", overflow="fold")
+
+    def key(entry: tuple[str, str]) -> tuple[str, str]:
+        return re.sub(r"\d+", "*", entry[0]), entry[1]
+
+    for (_, policy), run in itertools.groupby(plan.recompute, key=key):
+        names = [name for name, _ in run]
+        table.add_row(_span(names), _SAID.get(policy, policy.removeprefix("save ").replace(" ", ", ")))
+    return [table, Text("")]
+
+
+_SAID = {"full": "-", "selective": "attention and every second matmul"}
 
 
 def _memory_table(plan: Plan) -> Table:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -206,6 +207,19 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
     return described.idx if isinstance(described, PlainAOTInput) else None
 
 
+def module_path(node: torch.fx.Node) -> str:
+    """"model.layers.3.mlp" for an operation that this module called, or that differentiates one; "" without a module.
+    Seen: 2.11, 2.13."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0])) if stack else ""
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """True of a node of a joint graph that AOTAutograd traced while it differentiated, gradients among them; a node that
+    Inductor put in the place of others may not say. Seen: 2.11, 2.13."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
 def is_view(target: Any) -> bool:
     """True of an op whose result shares memory with its input. Seen: 2.11, 2.13."""
     schema = getattr(target, "_schema", None)
@@ -299,10 +313,12 @@ def without_autograd_cache() -> Iterator[None]:
 def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
     """Mends the order of what a partitioned forward saves. For each random op that backward repeats, the partitioner
     saves the generator's state behind opaque objects (a DTensor's mesh, from torch 2.12 on); AOTAutograd takes all
-    tensors first. Seen: 2.13; without effect on 2.11.
+    tensors first. Seen: 2.13; without effect on 2.11. The state's size, for which a trace has a symbol, is made a number.
     """
     inputs = backward.graph.find_nodes(op="placeholder")
     states = [n for n in inputs if n.name.startswith("rng_state_output")]
+    for state in states:
+        int(state.meta["val"].shape[0])
     objects = [n for n in inputs if isinstance(n.meta["val"], FakeScriptObject)]
     if not states or not objects:
         return

@@ -95,8 +95,8 @@ def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
     launch(2, "step = compiled(model)\nstep(torch.randn(4, 8)).sum().backward()")
     names = sorted(f.name for f in (tmp_path / "rank0").iterdir())
-    assert {"plan.json", "environment.txt", "passes.jsonl", "00_hoist_unshards_traced_before.py"} <= set(names)
-    assert "passes hoist_unshards,name_parameters" in (tmp_path / "rank0" / "environment.txt").read_text()
+    assert {"plan.json", "environment.txt", "passes.jsonl", "00_inline_regions_traced_before.py"} <= set(names)
+    assert "passes inline_regions,hoist_unshards,name_parameters" in (tmp_path / "rank0" / "environment.txt").read_text()
     lowered = next((tmp_path / "rank0").glob("*_lower_forward_after.py")).read_text()
     assert "torch.ops._c10d_functional.all_gather_into_tensor" in lowered
 

@@ -100,7 +100,7 @@ def _plan(forecaster: Forecaster, zero: Any) -> Plan:
     return make_plan(forecaster.captured.inventory, config, where, forecaster)
 
 
-def _grown(step: Any) -> int:
+def grown(step: Any) -> int:
     """The most bytes by which a step goes above where it started."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -155,7 +155,7 @@ def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen
     for _ in range(2):
         step()
     held = sum(predicted.memory.get(c, 0) for c in ("parameters", "optimizer", "buffers", "inputs"))
-    assert predicted.peak_bytes - held == pytest.approx(_grown(step), rel=0.03)
+    assert predicted.peak_bytes - held == pytest.approx(grown(step), rel=0.03)
     state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
     assert predicted.memory["optimizer"] == state
     assert predicted.memory["parameters"] == sum(p.numel() * p.element_size() for p in model.parameters())

@@ -152,5 +152,5 @@ def test_nothing_half_sharded_goes_on() -> None:
 def test_a_budget_that_cannot_be_met_is_explained() -> None:
     for ended in launch(2, _steps(options="zero='auto', memory_budget='1KiB'")):
         assert ended.code != 0
-        assert "short: at best, ZeRO-3 on 2 processes, state takes" in ended.output
+        assert "short: at best, ZeRO-3 on 2 processes, a step takes" in ended.output
         assert "Cheapest fix:" in ended.output

@@ -58,7 +58,8 @@ class Piece:
 @dataclass(frozen=True)
 class Operation:
     """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. code: the number
-    of the graph that code is generated of with it in it; None where it runs by itself. parts: of a kernel that several
+    of the graph that code is generated of with it in it; None where it runs by itself. call: the call of a block that it
+    is a part of. parts: of a kernel that several
     were fused into, their calls; read_bytes, made_bytes: of such a kernel's pieces."""
 
     node: Node
@@ -66,6 +67,7 @@ class Operation:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     code: int | None = None
+    call: Node | None = None
     parts: tuple[Node, ...] = ()
     read_bytes: tuple[Size, ...] = ()
     made_bytes: tuple[Size, ...] = ()
@@ -115,7 +117,7 @@ class Writer:
         """body_of: the graph that a call of a block runs and the nodes that it takes; None of other calls.
         scatters: False of a transport that reduces a copy of the whole, as gloo does."""
         self.program, self.body_of, self.scatters = Program(), body_of, scatters
-        self._codes, self._code = itertools.count(), cast("int | None", None)
+        self._codes, self._code, self._caller = itertools.count(), cast("int | None", None), cast("Node | None", None)
         self._in_flight: dict[int, tuple[int, ...]] = {}  # by what a collective gives: what the transport holds meanwhile
 
     def write(self, gm: GraphModule, half: Half, inputs: Sequence[Value], compiled: bool) -> list[Value]:
@@ -135,7 +137,10 @@ class Writer:
             return source[index] if isinstance(source, list) and isinstance(index, int) else source
         body = self.body_of(node)
         if body is not None:
-            return self.write(body[0], half, [values.get(n) for n in body[1]], compiled=True)
+            self._caller = node
+            results = self.write(body[0], half, [values.get(n) for n in body[1]], compiled=True)
+            self._caller = None
+            return results
         given = tree_leaves((node.args, node.kwargs))
         reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in given if isinstance(a, Node)])))
         alias = aliased(node)
@@ -151,7 +156,7 @@ class Writer:
         value = _shared(node, reads) if writes else self._made(node, at)
         makes = () if writes else tuple(pieces_of(value))
         if writes or makes:
-            self.program.operations.append(Operation(node, half, reads, makes, self._code))
+            self.program.operations.append(Operation(node, half, reads, makes, self._code, self._caller))
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:

@@ -1,4 +1,6 @@
-"""Decision: the ZeRO stage. The cheapest in time on the wire among those that fit into the memory budget."""
+"""Decision: the ZeRO stage, and whether to compute again rather than to save. The stages are looked at in the order of
+their time on the wire, until one fits into the memory budget as it is; of those before, each that recomputation makes fit
+stands against it, and the fastest is taken."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
-from autoshard.passes.group_parameters import group_parameters
+from autoshard.passes.group_parameters import block_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
 
@@ -20,6 +22,7 @@ REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows 
 
 
 Forecast = Callable[[Plan], Plan]
+Fit = Callable[[Plan, int], Plan]
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,28 @@ class Circumstances:
         return OPTIMIZER_STATES[config.optimizer]
 
 
-def make_plan(inventory: Inventory, config: Config, where: Circumstances, forecast: Forecast = lambda plan: plan) -> Plan:
+def make_plan(
+    inventory: Inventory,
+    config: Config,
+    where: Circumstances,
+    forecast: Forecast = lambda plan: plan,
+    fit: Fit | None = None,
+) -> Plan:
     """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not.
 
-    forecast: completes a plan's prediction, which has parameters and what belongs to them only.
+    forecast: completes a plan's prediction, which has parameters and what belongs to them only. fit: brings a plan into a
+    budget by recomputation, as far as that goes; None: there is nothing to choose.
     """
     axes = config.mesh_axes() or (("shard", where.cluster.world),)
     _check_axes(axes, where.cluster.world)
-    if config.zero != "auto":
-        plan = forecast(_at_stage(inventory, config, where, axes, config.zero))
-        _check_budget([plan], config, where)
-        return _because(plan, f"zero={config.zero} was asked for")
-    plans = [_at_stage(inventory, config, where, axes, stage) for stage in range(4)]
-    return _choose(plans, config, where, forecast)
+    if config.zero == "auto":
+        stages = range(4) if where.cluster.world > 1 else range(1)
+        return _choose([_at_stage(inventory, config, where, axes, s) for s in stages], config, where, forecast, fit)
+    plan = forecast(_at_stage(inventory, config, where, axes, config.zero))
+    if where.budget is not None and config.memory_budget is not None:
+        plan = _fitted(plan, where.budget, fit)
+    _check_budget([plan], config, where)
+    return _because(plan, f"zero={config.zero} was asked for")
 
 
 def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
@@ -58,20 +70,43 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
 
 
-def _choose(plans: list[Plan], config: Config, where: Circumstances, forecast: Forecast) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits."""
-    preferred = sorted(range(4), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
-    for stage in preferred:
+def _choose(plans: list[Plan], config: Config, where: Circumstances, forecast: Forecast, fit: Fit | None) -> Plan:
+    """Asks for forecasts in the order of preference, until one fits as it is."""
+    fitting: list[int] = []
+    order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
+    for stage in order:
         plans[stage] = forecast(plans[stage])
         if where.budget is None or plans[stage].predicted.peak_bytes <= where.budget:
-            return _because(plans[stage], *(_reason(s, p, stage, where.budget) for s, p in enumerate(plans)))
-    _check_budget(plans, config, where)
-    raise AssertionError("something fits")
+            fitting.append(stage)
+            break
+        plans[stage] = _fitted(plans[stage], where.budget, fit)
+        if plans[stage].predicted.peak_bytes <= where.budget:
+            fitting.append(stage)
+    if not fitting:
+        _check_budget(plans, config, where)
+    chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
+    return _because(plans[chosen], *(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
+
+
+def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
+    """The plan, or with what it has to compute again."""
+    if fit is None or plan.predicted.peak_bytes <= budget:
+        return plan
+    found, before = fit(plan, budget), plan.predicted.step_seconds
+    if not found.recompute or before is None:
+        return found
+    more = (found.predicted.step_seconds or 0.0) / before - 1
+    return _because(
+        found,
+        f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward, to go from "
+        f"{bytes_text(plan.predicted.peak_bytes)} to {bytes_text(found.predicted.peak_bytes)}; {more:+.1%} of a step's time",
+    )
 
 
 def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
     predicted = plan.predicted
     memory = bytes_text(predicted.peak_bytes) + (" at most" if predicted.place else " and activations")
+    memory += " with recomputation" if plan.recompute else ""
     text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     if stage == chosen:
         return text + " (chosen: the least time among those that fit)"
@@ -88,10 +123,12 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
     short = least.predicted.peak_bytes - where.budget
     if short <= 0:
         return
+    place = f" (at {least.predicted.place})" if least.predicted.place else ""
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
-        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}, a step takes "
-        f"{bytes_text(least.predicted.peak_bytes)}. Cheapest fix: {_fix(least, config, where)}"
+        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}"
+        f"{' with recomputation' if least.recompute else ''}, a step takes {bytes_text(least.predicted.peak_bytes)}{place}. "
+        f"Cheapest fix: {_fix(least, config, where)}"
     )
 
 
@@ -139,9 +176,23 @@ def _at_stage(
         compute=name_of_dtype(compute) if compute else "",
         reduce=name_of_dtype(reduce) if reduce else "",
         buffers=config.buffers,
+        recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
     return predict(plan, inventory, where.states(config), where.cluster)
+
+
+def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
+    """The policy that the user chose, for every block."""
+    if config.recompute in ("auto", "none"):
+        return ()
+    blocks = dict.fromkeys(filter(None, (block_of(p.name) for p in inventory.parameters)))
+    if not blocks:
+        raise ConfigError(
+            f"recompute: {config.recompute!r} is for models with blocks under a number, such as layers.0, and "
+            f"{inventory.model} has none; legal here: 'auto' or 'none'"
+        )
+    return tuple((block, config.recompute) for block in blocks)
 
 
 def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> Plan:

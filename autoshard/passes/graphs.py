@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
-from autoshard.ops import logical
+from autoshard.ops import block, logical  # noqa: F401  (registers the ops of blocks)
+from autoshard.passes import group_parameters
 
 UNSHARD = torch.ops.autoshard.unshard.default
 REDUCE_GRAD = torch.ops.autoshard.reduce_grad.default
@@ -21,6 +23,7 @@ REDUCE_BUCKET = torch.ops.autoshard.reduce_bucket.default
 HOLD = torch.ops.autoshard.hold.default
 ADD_HELD = torch.ops.autoshard.add_held.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
+BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 
 _c10d = torch.ops._c10d_functional
@@ -132,6 +135,38 @@ def inline(gm: GraphModule, node: Node, ops: GraphModule) -> list[Node] | Node:
     for copied in set(copies.values()) - set(_tensors(node)):
         copied.meta["part_of"] = str(node.target)
     return result  # type: ignore[return-value]
+
+
+def block_of(node: Node) -> str | None:
+    """The block of the model that a node belongs to ("model.layers.3"), by the module that called it."""
+    return group_parameters.block_of(f"{torch_internals.module_path(node)}.")
+
+
+def inline_body(gm: GraphModule, call: Node, body: GraphModule, given: Sequence[Node]) -> None:
+    """Puts the operations of a graph that is called in front of the call, which goes. They belong to the call's module,
+    where those of the body belong to the one that it was traced for."""
+    names = _adopt(gm, body, call.name)
+    copies = dict(zip(body.graph.find_nodes(op="placeholder"), given))
+    with gm.graph.inserting_before(call):
+        results: Any = gm.graph.graph_copy(body.graph, copies)
+    for copied in set(copies.values()) - set(given):
+        copied.meta["nn_module_stack"] = call.meta.get("nn_module_stack", {})
+        if copied.op in ("get_attr", "call_module"):
+            copied.target = names[str(copied.target)]
+    for item in list(call.users):
+        assert item.target is operator.getitem
+        item.replace_all_uses_with(results[item.args[1]])
+        gm.graph.erase_node(item)
+    gm.graph.erase_node(call)
+
+
+def _adopt(gm: GraphModule, body: GraphModule, prefix: str) -> dict[str, str]:
+    """What the body has by name, made the graph's own; the new names by the old."""
+    names = {}
+    for name, value in (*body.named_children(), *body.named_parameters(recurse=False), *body.named_buffers(recurse=False)):
+        names[name] = f"{prefix}_{name}"
+        setattr(gm, names[name], value)
+    return names
 
 
 def described(value: Any) -> str:

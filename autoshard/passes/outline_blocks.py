@@ -2,7 +2,7 @@
 
 [Note: Alike blocks] Blocks are modules under a number ("layers.3"), as for parameter groups. Two are alike if their
 operations, constants and the shapes, strides and dtypes of all values are the same; which parameters they take does not
-matter. Unshards stay outside, where communication is planned. What cannot be told apart from its surroundings (foreign
+matter. Alike blocks of which the plan saves different things are different graphs. Unshards stay outside, where communication is planned. What cannot be told apart from its surroundings (foreign
 operations between a block's own, numbers that are neither constants nor sizes) stays as it is. Where blocks are
 outlined, what is before, between and after them becomes graphs of its own too, if it uses parameters: an embedding, a
 head with its loss.
@@ -24,9 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
-from autoshard.passes.group_parameters import block_of
 
 PREFIX = "block_"
+POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the names of those like it
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.ADD_HELD)
 
 
@@ -49,10 +49,11 @@ class OutlineBlocks:
                 alike[run.key].append(run)
         repeated = [runs for runs in alike.values() if len(runs) >= self.least]
         for runs in repeated:
-            _outline(gm, runs)
+            for policy in dict.fromkeys(run.policy(context) for run in runs):
+                _outline(gm, [run for run in runs if run.policy(context) == policy], policy)
         for run in _stretches(gm) if repeated else ():
             if run.closed and run.uses_parameters(context):
-                _outline(gm, [run])
+                _outline(gm, [run], "none")
         return gm
 
 
@@ -61,9 +62,11 @@ def is_block(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(PREFIX)
 
 
-def _outline(gm: GraphModule, runs: list[Run]) -> None:
-    name = PREFIX + runs[0].key
-    gm.add_submodule(name, runs[0].outlined())
+def _outline(gm: GraphModule, runs: list[Run], policy: str) -> None:
+    name = PREFIX + hashlib.sha256(f"{runs[0].key} {policy}".encode()).hexdigest()[:12]
+    body = runs[0].outlined()
+    body.meta[POLICY], body.meta[BLOCKS] = policy, tuple(run.block or "" for run in runs)
+    gm.add_submodule(name, body)
     for run in runs:
         run.replace_by_call(name)
 
@@ -94,6 +97,15 @@ class Run:
         gives = bool(results) and all(isinstance(v, Tensor) for v in results)
         return gives and all(map(_can_be_given, self.inputs)) and not any(map(_sets_mode, self.nodes))
 
+    @property
+    def block(self) -> str | None:
+        """The block of the model that this is."""
+        return _block(self.gm, self.nodes[0])
+
+    def policy(self, context: Context) -> str:
+        """What the plan saves of this block for backward."""
+        return context.plan.policy_of(self.block)
+
     def uses_parameters(self, context: Context) -> bool:
         """Whether it takes whole parameters."""
         places = {n: i for i, n in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
@@ -122,6 +134,7 @@ class Run:
         with self.gm.graph.inserting_before(self.nodes[0]):
             call = self.gm.graph.call_module(name, self.inputs)
             call.meta["example_value"] = tuple(_value(n) for n in outputs)
+            call.meta["nn_module_stack"] = self.nodes[0].meta.get("nn_module_stack", {})
             items = [self.gm.graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
         for node, item in zip(outputs, items):
             item.meta.update(node.meta)
@@ -248,8 +261,7 @@ def _block(gm: GraphModule, node: Node) -> str | None:
     called = [a for a in node.all_input_nodes if _region(gm, a) is not None]
     if called:
         return _block(gm, called[0])
-    stack = node.meta.get("nn_module_stack") or {}
-    return block_of(f"{list(stack.values())[-1][0]}.") if stack else None
+    return graphs.block_of(node)
 
 
 def _value(node: Node) -> Any:

@@ -17,19 +17,21 @@ from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.overlap import Overlap
+from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
 from autoshard.passes.sync_buffers import SyncBuffers
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
-        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Bucket, Lower,
-        Overlap
+        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Recompute,
+        Bucket, Lower, Overlap
     )
 }
 
 DEFAULT = (
-    "inline_regions,hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,bucket,lower,overlap"
+    "inline_regions,hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,recompute,bucket,lower,"
+    "overlap"
 )
 
 

@@ -1,0 +1,94 @@
+"""Decision: what each block saves for its backward, so that no moment of a step takes more than the budget, in the least
+time.
+
+[Note: Prefix sums] Of earlier blocks a moment in a block knows only how much they saved: its forward and its backward lie
+above the same sum. So of the choices up to a block only bytes and seconds matter, and one that is worse in both than
+another can be dropped. What is left at the end is exact, as long as no more than MOST are left on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST = 20_000  # choices that are followed from block to block; of more, evenly many
+
+
+@dataclass(frozen=True)
+class Option:
+    """One policy of one block. saved: bytes that wait for its backward. peak: the most bytes that exist at once in its
+    forward or its backward, beside what earlier blocks saved; its own are among them. seconds: of both."""
+
+    policy: str
+    saved: int
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block, in the order of forward."""
+
+    name: str
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class _Front:
+    """What up to a block can be chosen, each with more saved and less cost than the one before it. came: from which
+    choice of the front before, by which option."""
+
+    saved: NDArray[np.int64]
+    cost: NDArray[np.float64]
+    came: NDArray[np.int64]
+    took: NDArray[np.int64]
+
+
+Cost = Callable[[_Front, Option], NDArray[np.float64]]
+_START = _Front(np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+def choose(blocks: Sequence[Block], budget: int) -> tuple[Option, ...] | None:
+    """An option for each block, of the least seconds; None if none fits."""
+
+    def cost(front: _Front, option: Option) -> NDArray[np.float64]:
+        return np.where(front.saved + option.peak <= budget, front.cost + option.seconds, np.inf)
+
+    return _best(blocks, cost)
+
+
+def least(blocks: Sequence[Block]) -> tuple[Option, ...]:
+    """An option for each block, of the lowest peak."""
+
+    def cost(front: _Front, option: Option) -> NDArray[np.float64]:
+        return np.maximum(front.cost, (front.saved + option.peak).astype(np.float64))
+
+    found = _best(blocks, cost)
+    assert found is not None
+    return found
+
+
+def _best(blocks: Sequence[Block], cost: Cost) -> tuple[Option, ...] | None:
+    fronts = [_START]
+    for block in blocks:
+        fronts.append(_extended(fronts[-1], block.options, cost))
+    if not len(fronts[-1].cost):
+        return None
+    at, taken = len(fronts[-1].cost) - 1, []
+    for front, block in zip(reversed(fronts[1:]), reversed(blocks)):
+        taken.append(block.options[front.took[at]])
+        at = int(front.came[at])
+    return tuple(reversed(taken))
+
+
+def _extended(front: _Front, options: Sequence[Option], cost: Cost) -> _Front:
+    saved = np.concatenate([front.saved + o.saved for o in options])
+    costs = np.concatenate([cost(front, o) for o in options])
+    order = np.lexsort((costs, saved))
+    before = np.minimum.accumulate(np.concatenate([[np.inf], costs[order][:-1]]))
+    kept = order[costs[order] < before]
+    kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), MOST)).astype(np.int64)] if len(kept) else kept
+    return _Front(saved[kept], costs[kept], kept % len(front.saved), kept // len(front.saved))

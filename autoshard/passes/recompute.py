@@ -1,0 +1,135 @@
+"""Rewrite: says for each value of a block's forward whether backward finds it saved or computes it again.
+
+[Note: Policies] The plan has a policy for each block, as text. "none": torch's partitioner decides, which computes again
+what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
+convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
+of it, and nothing else. What leaves a block is an input of another, and saved; views are made again in any case.
+
+The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
+in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
+checkpointing in that block.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoshard import torch_internals
+from autoshard.cost_model.work import kind_of
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+
+SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+
+@dataclass(frozen=True)
+class Recompute:
+    name: ClassVar[str] = "recompute"
+    stage: ClassVar[Stage] = "joint"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset({"recompute"})
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        if context.plan.recompute:
+            tag(gm, context.plan.policy_of)
+        return gm
+
+
+def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
+    """Tags what forward computes in blocks that have a policy. An inference graph stays as it is."""
+    backward = _backward(joint)
+    for block, nodes in values_of_blocks(joint).items():
+        policy = policy_of(block)
+        if policy != "none":
+            saved = _with_items(chosen(nodes, policy)) | _leaving(nodes, backward)
+            for node in nodes:
+                node.meta["recompute"] = SAVE if node in saved else AGAIN
+
+
+def values_of_blocks(joint: GraphModule) -> dict[str | None, list[Node]]:
+    """What forward computes, in order, by block; gathered parameters and sizes left out. Nothing of an inference graph."""
+    backward = _backward(joint)
+    blocks: dict[str | None, list[Node]] = defaultdict(list)
+    for node in joint.graph.nodes if backward else ():
+        if node.op == "call_function" and node not in backward and _is_value(node):
+            blocks[graphs.block_of(node)].append(node)
+    return blocks
+
+
+def needed(joint: GraphModule) -> set[Node]:
+    """What backward reads of forward, and what that is made of."""
+    backward = _backward(joint)
+    found = {n for node in backward for n in node.all_input_nodes} - backward
+    todo = list(found)
+    while todo:
+        sources = set(todo.pop().all_input_nodes) - found
+        found |= sources
+        todo.extend(sources)
+    return found
+
+
+def _backward(joint: GraphModule) -> set[Node]:
+    """What autograd traced for backward, and what depends on it. A view that backward takes of a value of forward depends
+    on no gradient, but it is not forward's."""
+    own = [node for node in joint.graph.nodes if torch_internals.is_backward(node)]
+    return set(own).union(graphs.dependents(joint, own))
+
+
+def _is_value(node: Node) -> bool:
+    """Whether a policy is about it: not about what our own ops give, a block that is a graph of its own among them."""
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return any(isinstance(t, Tensor) for t in tensors) and not graphs.is_call(source, *graphs.LOGICAL, graphs.BLOCK)
+
+
+def chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
+    """The operations whose results a policy saves."""
+    named = operations(nodes)
+    if policy == "full":
+        return set()
+    if policy == "selective":
+        kinds = {n: kind_of(n) for n in named.values()}
+        products = [n for n, kind in kinds.items() if kind in ("matmul", "convolution")]
+        return {n for n, kind in kinds.items() if kind == "attention"} | set(products[::2])
+    return {named[key] for key in policy.split()[1:] if key in named}
+
+
+def operations(nodes: Iterable[Node]) -> dict[str, Node]:
+    """A block's operations by the names that policies have for them."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for node in nodes:
+        name = str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+        found[f"{name}#{counts[name]}"] = node
+        counts[name] += 1
+    return found
+
+
+def _with_items(nodes: set[Node]) -> set[Node]:
+    """Of an operation with several results, these too."""
+    return nodes | {user for n in nodes if isinstance(n.meta["val"], (list, tuple)) for user in n.users}
+
+
+def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
+    """What is used outside of the block's forward and backward. Of a view, what it is a view of."""
+    own = backward.union(nodes)
+    return {_viewed(n, own) for n in nodes if not own.issuperset(n.users)}
+
+
+def _viewed(node: Node, inside: set[Node]) -> Node:
+    while torch_internals.is_view(node.target):
+        source: Any = node.args[0]
+        if source not in inside:
+            break
+        node = source
+    return node

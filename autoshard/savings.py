@@ -1,0 +1,143 @@
+"""What each block of a model could save for its backward, and what a step would then take: what `choose_recompute` chooses
+from.
+
+[Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention) are ordered by
+the seconds that a saved byte spares. The first of them, the first two, and so on are what is worth saving: the points of a
+parametric cut through the block. Each is cut and simulated; blocks that are graphs of their own by themselves, all others
+together in the whole graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.sizes import bytes_of
+from autoshard.cost_model.work import kind_of
+from autoshard.passes import graphs
+from autoshard.passes.choose_recompute import Block, Option
+from autoshard.passes.recompute import needed, operations, values_of_blocks
+from autoshard.plan import Plan
+from autoshard.rehearsal import Kind, Prepared, Rehearsed
+
+LEVELS = 7  # of what a block may save, between nothing and what torch saves
+_COSTLY = ("matmul", "convolution", "attention")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step. totals: bytes at each operation of the program, the optimizer's step last. seconds: of each
+    operation."""
+
+    program: Program
+    totals: Sequence[int]
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Of one prepared graph. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation takes."""
+
+    prepared: Prepared
+    simulate: Callable[[Rehearsed], Step]
+    simulate_alone: Callable[[Rehearsed], Step]
+    seconds_of: Callable[[Operation], float]
+
+    def blocks(self, plan: Plan) -> list[Block]:
+        """The model's blocks in the order of forward, each with all that it could save."""
+        plan = replace(plan, recompute=())
+        joint = {name: found for name, found in self.candidates(self.prepared.joint.graph).items() if name}
+        apart = [kind for kind in self.prepared.kinds if all(kind.names)]
+        steps = _measured(self.simulate(self.prepared.cut(plan)), [*joint, *(name for kind in apart for name in kind.names)])
+        options = {name: [option] for name, option in steps.items()}
+        for level in range(max(map(len, joint.values()), default=0)):
+            policies = {name: found[level] for name, found in joint.items() if level < len(found)}
+            cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
+            for name, option in _measured(self.simulate(cut), list(options)).items():
+                if name in policies:
+                    options[name].append(replace(option, policy=policies[name]))
+        for kind in apart:
+            alone = self._alone(kind)
+            for name in kind.names:
+                options[name] = [_shifted(options[name][0], found, alone[0]) for found in alone]
+        return [Block(name, tuple(found)) for name, found in options.items()]
+
+    def candidates(self, joint: GraphModule) -> dict[str | None, list[str]]:
+        """Policies for each block. See [Note: Candidates]."""
+        wanted = needed(joint)
+        blocks = values_of_blocks(joint)
+        return {name: self._candidates([n for n in nodes if n in wanted], nodes) for name, nodes in blocks.items()}
+
+    def _candidates(self, wanted: Sequence[Node], nodes: Sequence[Node]) -> list[str]:
+        found = {key: n for key, n in operations(nodes).items() if n in wanted and kind_of(n) in _COSTLY}
+        worth = sorted(found, key=lambda key: -self._seconds_a_byte(found[key]))
+        counts = sorted({round(i * len(worth) / LEVELS) for i in range(1, LEVELS + 1)} - {0})
+        saves = [[key for key in found if key in worth[:count]] for count in counts]
+        return ["full", *(" ".join(["save", *keys]) for keys in saves)]
+
+    def _seconds_a_byte(self, node: Node) -> float:
+        made = sum(int(bytes_of(t)) for t in tree_leaves(node.meta["val"]) if isinstance(t, Tensor))
+        return self.seconds_of(Operation(node, "forward", (), ())) / max(made, 1)
+
+    def _alone(self, kind: Kind) -> list[Option]:
+        """Of a block by itself: the first is torch's own choice."""
+        (policies,) = self.candidates(kind.joint.graph).values()
+        return [self._cut_alone(kind, policy) for policy in ("none", *policies)]
+
+    def _cut_alone(self, kind: Kind, policy: str) -> Option:
+        step = self.simulate_alone(self.prepared.cut_kind(kind, policy))
+        return Option(policy, _saved(step.program, lambda _: True), max(step.totals), sum(step.seconds))
+
+
+def _shifted(whole: Option, alone: Option, usual: Option) -> Option:
+    """What an option of a block alone makes of the block in its place."""
+    return Option(
+        alone.policy,
+        whole.saved + alone.saved - usual.saved,
+        whole.peak + alone.peak - usual.peak,
+        whole.seconds + alone.seconds - usual.seconds,
+    )
+
+
+def _measured(step: Step, names: Iterable[str]) -> dict[str, Option]:
+    """What each block takes in a step, in the order of forward."""
+    wanted, operations = set(names), step.program.operations
+    block = [graphs.block_of(o.call or o.node) for o in operations]
+    saved = _by_block(step.program, block)
+    before: dict[str, int] = {}
+    for i, name in enumerate(block):
+        if operations[i].half == "forward" and name in wanted and name is not None:
+            before.setdefault(name, sum(saved[b] for b in before))
+    peaks: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for i, name in enumerate(_inherited(block, list(before))):
+        peaks[name] = max(peaks[name], step.totals[i] - before.get(name, 0))
+        seconds[name] += step.seconds[i]
+    return {name: Option("none", saved[name], peaks[name], seconds[name]) for name in before}
+
+
+def _inherited(block: Sequence[str | None], names: Sequence[str]) -> list[str]:
+    """What belongs to no block is counted with the one before it; what is before all, with the first."""
+    current, found = names[0] if names else "", []
+    for name in block:
+        current = name if name in names else current  # type: ignore[assignment]
+        found.append(current)
+    return found
+
+
+def _by_block(program: Program, block: Sequence[str | None]) -> dict[str, int]:
+    saved: dict[str, int] = defaultdict(int)
+    for name in dict.fromkeys(filter(None, block)):
+        saved[name] = _saved(program, lambda made, name=name: block[made] == name)  # type: ignore[misc]
+    return saved
+
+
+def _saved(program: Program, counts: Callable[[int], bool]) -> int:
+    """Bytes of activations that were made at operations that count."""
+    return sum(int(p.bytes) for p in program.pieces if p.category == "activations" and p.made >= 0 and counts(p.made))

@@ -1,0 +1,222 @@
+"""Recomputation: the choice against brute force, results bit by bit, peaks against budgets."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Config
+from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster, measured_here
+from autoshard.cost_model.optimizer import NAMED
+from autoshard.errors import BudgetError, ConfigError, PlanError
+from autoshard.forecast import Forecaster
+from autoshard.passes.choose_recompute import Block, Option, choose, least
+from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.plan import Plan
+from autoshard.report import plan_tables, rendered
+from tests.cluster import Cluster as Processes
+from tests.parity import measure
+from tests.small import TOLERANCE, config, in_full
+from tests.test_cost_model import grown
+
+HERE = Cluster(1, 1, measured_here("cpu"))
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> list[Block]:
+    def option(number: int) -> Option:
+        saved, more = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+        return Option(str(number), saved, saved + more, float(draw(st.integers(1, 20))))
+
+    return [Block(str(i), tuple(option(k) for k in range(draw(st.integers(1, 3))))) for i in range(draw(st.integers(1, 4)))]
+
+
+def _peak(taken: tuple[Option, ...]) -> int:
+    before = itertools.accumulate((o.saved for o in taken), initial=0)
+    return max(b + o.peak for b, o in zip(before, taken))
+
+
+@given(blocks(), st.integers(0, 80))
+def test_the_choice_is_that_of_brute_force(blocks: list[Block], budget: int) -> None:
+    every = list(itertools.product(*(b.options for b in blocks)))
+    assert _peak(least(blocks)) == min(map(_peak, every))
+    fitting = [sum(o.seconds for o in taken) for taken in every if _peak(taken) <= budget]
+    taken = choose(blocks, budget)
+    assert (taken is None) == (not fitting)
+    if taken is not None:
+        assert _peak(taken) <= budget and sum(o.seconds for o in taken) == min(fitting)
+
+
+class Layer(nn.Module):
+    """Attention, dropout, a norm that keeps statistics, and a view that leaves the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.BatchNorm1d(32), nn.Linear(32, 96)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x.flatten(0, 1)).view_as(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        x = x + nn.functional.dropout(y.transpose(1, 2).flatten(-2), 0.1)
+        return (x + self.down(nn.functional.gelu(self.up(x)))).unsqueeze(0)[0]
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(layers)), nn.Linear(32, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).log_softmax(-1).square().mean()
+
+
+class Plain(nn.Module):
+    """Of a block that can be a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
+
+
+class Deep(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Plain() for _ in range(9))
+
+
+def _x(batch: int = 4) -> Tensor:
+    return torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _forecaster(model: nn.Module, x: Tensor, inductor: bool = False) -> Forecaster:
+    return Forecaster(capture(model, x), NAMED["adamw"], HERE, inductor)
+
+
+def _plan(forecaster: Forecaster, **options: Any) -> Plan:
+    return make_plan(forecaster.captured.inventory, Config(zero=0, **options), Circumstances(HERE, None), forecaster)
+
+
+def _trained(make: type[nn.Module], x: Tensor, plan: Plan, codegen: str) -> tuple[list[Tensor], nn.Module]:
+    """Losses and gradients of two steps, and buffers after them."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = make()
+    run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(2):
+        losses.append(run(x))
+        losses[-1].backward()
+    return [*losses, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()], model
+
+
+POLICIES: list[Any] = [
+    "full", "selective", "save addmm#0", "save _scaled_dot_product_flash_attention_for_cpu#0 addmm#1", ("full", "none", "selective")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", [Stack, Deep])
+def test_results_are_bitwise_those_without(make: type[nn.Module], policy: Any) -> None:
+    x = _x()
+    plan = _plan(_forecaster(make(), x))
+    names = [f"layers.{i}" for i in range(len(make().layers))]  # type: ignore[arg-type]
+    each = itertools.cycle([policy] if isinstance(policy, str) else policy)
+    again = replace(plan, recompute=tuple(zip(names, each)))
+    plain, _ = _trained(make, x, plan, "eager")
+    ours, _ = _trained(make, x, again, "eager")
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("make", [Stack, in_full(Deep)])
+def test_results_on_inductor(make: type[nn.Module]) -> None:
+    x = _x()
+    plan = _plan(_forecaster(make(), x))
+    again = replace(plan, recompute=tuple((f"layers.{i}", "full") for i in range(len(make().layers))))  # type: ignore[arg-type]
+    plain, _ = _trained(make, x, plan, "inductor")
+    ours, _ = _trained(make, x, again, "inductor")
+    for a, b in zip(plain, ours, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("make", [Stack, Deep])
+def test_the_peak_follows_the_budget(make: type[nn.Module]) -> None:
+    """Predicted and measured, from all that torch saves down to the least that is possible."""
+    x = _x(64)
+    forecaster = _forecaster(make(), x)
+    plan = _plan(forecaster)
+    floor = forecaster.fit(plan, 0).predicted.peak_bytes
+    top, before = plan.predicted.peak_bytes, 0.0
+    assert floor < 0.75 * top
+    for share in (1.0, 0.75, 0.5, 0.25, 0.0):
+        budget = round(floor + share * (top - floor))
+        found = forecaster.fit(plan, budget)
+        predicted = found.predicted
+        assert predicted.peak_bytes <= budget
+        assert (predicted.step_seconds or 0) >= before * (1 - 1e-6)
+        before = predicted.step_seconds or 0.0
+        held = sum(predicted.memory.get(c, 0) for c in ("parameters", "optimizer", "buffers", "inputs"))
+        assert _measured(make, x, found) == pytest.approx(predicted.peak_bytes - held, rel=0.03)
+
+
+def _measured(make: type[nn.Module], x: Tensor, plan: Plan) -> int:
+    torch.compiler.reset()
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen="eager", verbose=False)))
+
+    def step() -> None:
+        run(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return grown(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "recompute"),
+    [("llama_deep", 3, "full"), ("conv", 1, "full"), *(in_full("llama_deep", z, r) for z in range(3) for r in ("full", "selective"))],
+)
+def test_parity_with_recomputation(two: Processes, name: str, zero: int, recompute: str) -> None:
+    for distance in two.run(measure, name, config(zero, recompute=recompute)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def test_a_budget_decides_and_says_so() -> None:
+    x = _x(64)
+    top = autoshard.plan(Stack(), x, Config(codegen="eager")).predicted.peak_bytes
+    made = autoshard.plan(Stack(), x, Config(codegen="eager", memory_budget=round(top * 0.8)))
+    assert made.recompute and made.predicted.peak_bytes <= top * 0.8
+    text = rendered(plan_tables(made))
+    assert "recomputed in backward" in text and any("recompute: " in reason for reason in made.why), text
+    assert Plan.from_json(made.to_json()).hash == made.hash
+    assert autoshard.plan(Stack(), x, Config(codegen="eager", recompute="none")).recompute == ()
+    with pytest.raises(BudgetError, match="with recomputation, a step takes .* \\(at "):
+        autoshard.plan(Stack(), x, Config(codegen="eager", memory_budget=round(top * 0.1)))
+
+
+def test_bad_policies_are_refused() -> None:
+    with pytest.raises(ConfigError, match="recompute: 'some' is not legal"):
+        Config(recompute="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Linear has none"):
+        autoshard.plan(nn.Linear(2, 2), torch.ones(1, 2), Config(recompute="full"))
+    text = autoshard.plan(Stack(), _x(), Config(recompute="full")).to_json()
+    with pytest.raises(PlanError, match="recompute: 'most' is not legal"):
+        Plan.from_json(text.replace('"full"', '"most"'))
