@@ -22,12 +22,12 @@ from autoshard.cost_model.step_time import StepTime, step_time
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.inventory import ParameterInfo, floating
-from autoshard.passes.choose_recompute import choose, least
+from autoshard.passes.choose_recompute import Block, choose, least
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared, Rehearsed, body_of, group_sizes, prepare, rehearse, rows_of
 from autoshard.savings import Savings, Step
 
-TRIALS = 4  # how often a choice is simulated before the best that was found is taken
+TRIALS = 6  # how often a choice is simulated before the best that was found is taken
 Key = tuple[object, ...]
 Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 
@@ -43,6 +43,7 @@ class Forecaster:
     inductor: bool
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
+    _choices: dict[Key, list[Block]] = field(default_factory=dict)
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
@@ -61,7 +62,7 @@ class Forecaster:
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed."""
-        key = (*_layouts(plan), *(g.degrees.parameter > 1 for g in plan.groups), plan.recompute)
+        key = (*_regathered(plan), plan.recompute)
         if key not in self._known:
             held, unknown = self._held(plan)
             program = self._program(self._rehearsed(plan), held)
@@ -73,7 +74,7 @@ class Forecaster:
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
         of the least peak. Its prediction is there."""
-        blocks = self._savings(plan).blocks(plan)
+        blocks = self._blocks(plan)
         if not blocks:
             return self(plan)
         best, target, lowest = self(plan), budget, least(blocks)
@@ -87,6 +88,13 @@ class Forecaster:
                 break
             target -= over
         return best
+
+    def _blocks(self, plan: Plan) -> list[Block]:
+        """What can be chosen, whatever the budget."""
+        key = _regathered(plan)
+        if key not in self._choices:
+            self._choices[key] = self._savings(plan).blocks(plan)
+        return self._choices[key]
 
     def _savings(self, plan: Plan) -> Savings:
         held, _ = self._held(plan)
@@ -149,6 +157,11 @@ class Forecaster:
 def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
     return tuple((g.parameters, g.ranks, g.degrees.optimizer) for g in plan.groups)
+
+
+def _regathered(plan: Plan) -> Key:
+    """What of it they show after that, but for what is computed again."""
+    return (*_layouts(plan), *(g.degrees.parameter > 1 for g in plan.groups))
 
 
 def _better(plan: Plan, than: Plan, budget: int) -> bool:

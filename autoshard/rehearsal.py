@@ -70,7 +70,8 @@ def _tracing(captured: Capture) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A block that is a graph of its own. names: of the model's blocks that are so."""
+    """A block that is a graph of its own. names: of the model's blocks that are so; none of what lies
+    between blocks."""
 
     joint: Joint
     names: tuple[str, ...]

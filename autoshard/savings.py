@@ -1,10 +1,10 @@
 """What each block of a model could save for its backward, and what a step would then take: what `choose_recompute` chooses
 from.
 
-[Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention) are ordered by
-the seconds that a saved byte spares. The first of them, the first two, and so on are what is worth saving: the points of a
-parametric cut through the block. Each is cut and simulated; blocks that are graphs of their own by themselves, all others
-together in the whole graph.
+[Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention) or that costly
+ones would be repeated for (dropout, whose mask is small) are ordered by the seconds that a saved byte spares. The first of
+them, the first two, and so on are what is worth saving: the points of a parametric cut through the block. Each is cut and
+simulated; blocks that are graphs of their own by themselves, all others together in the whole graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
 LEVELS = 7  # of what a block may save, between nothing and what torch saves
-_COSTLY = ("matmul", "convolution", "attention")
+_COSTLY = ("matmul", "convolution", "attention", "random")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Savings:
         """The model's blocks in the order of forward, each with all that it could save."""
         plan = replace(plan, recompute=())
         joint = {name: found for name, found in self.candidates(self.prepared.joint.graph).items() if name}
-        apart = [kind for kind in self.prepared.kinds if all(kind.names)]
+        apart = [kind for kind in self.prepared.kinds if kind.names]
         steps = _measured(self.simulate(self.prepared.cut(plan)), [*joint, *(name for kind in apart for name in kind.names)])
         options = {name: [option] for name, option in steps.items()}
         for level in range(max(map(len, joint.values()), default=0)):
@@ -72,17 +72,19 @@ class Savings:
         """Policies for each block. See [Note: Candidates]."""
         wanted = needed(joint)
         blocks = values_of_blocks(joint)
-        return {name: self._candidates([n for n in nodes if n in wanted], nodes) for name, nodes in blocks.items()}
+        return {name: self._candidates(nodes, wanted) for name, nodes in blocks.items()}
 
-    def _candidates(self, wanted: Sequence[Node], nodes: Sequence[Node]) -> list[str]:
+    def _candidates(self, nodes: Sequence[Node], wanted: set[Node]) -> list[str]:
         found = {key: n for key, n in operations(nodes).items() if n in wanted and kind_of(n) in _COSTLY}
-        worth = sorted(found, key=lambda key: -self._seconds_a_byte(found[key]))
+        worth = sorted(found, key=lambda key: -self._seconds_a_byte(found[key], wanted))
         counts = sorted({round(i * len(worth) / LEVELS) for i in range(1, LEVELS + 1)} - {0})
         saves = [[key for key in found if key in worth[:count]] for count in counts]
         return ["full", *(" ".join(["save", *keys]) for keys in saves)]
 
-    def _seconds_a_byte(self, node: Node) -> float:
-        made = sum(int(bytes_of(t)) for t in tree_leaves(node.meta["val"]) if isinstance(t, Tensor))
+    def _seconds_a_byte(self, node: Node, wanted: set[Node]) -> float:
+        several = isinstance(node.meta["val"], (list, tuple))
+        kept = [user for user in node.users if user in wanted] if several else [node]
+        made = sum(int(bytes_of(t)) for n in kept for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor))
         return self.seconds_of(Operation(node, "forward", (), ())) / max(made, 1)
 
     def _alone(self, kind: Kind) -> list[Option]:

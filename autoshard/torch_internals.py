@@ -317,7 +317,8 @@ def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.Gr
     """
     inputs = backward.graph.find_nodes(op="placeholder")
     states = [n for n in inputs if n.name.startswith("rng_state_output")]
-    for state in states:
+    given = [n for n in forward.graph.nodes if str(n.target) == "run_and_save_rng_state"]
+    for state in (*states, *(user for n in given for user in n.users if user.args[1] == 0)):
         int(state.meta["val"].shape[0])
     objects = [n for n in inputs if isinstance(n.meta["val"], FakeScriptObject)]
     if not states or not objects:

@@ -130,8 +130,10 @@ POLICIES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", [Stack, Deep])
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [(Stack, POLICIES[0]), (Deep, POLICIES[-1]), *(in_full(m, p) for m in (Stack, Deep) for p in POLICIES)],
+)
 def test_results_are_bitwise_those_without(make: type[nn.Module], policy: Any) -> None:
     x = _x()
     plan = _plan(_forecaster(make(), x))
@@ -143,7 +145,8 @@ def test_results_are_bitwise_those_without(make: type[nn.Module], policy: Any) -
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-@pytest.mark.parametrize("make", [Stack, in_full(Deep)])
+@pytest.mark.full
+@pytest.mark.parametrize("make", [Stack, Deep])
 def test_results_on_inductor(make: type[nn.Module]) -> None:
     x = _x()
     plan = _plan(_forecaster(make(), x))
@@ -154,7 +157,7 @@ def test_results_on_inductor(make: type[nn.Module]) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("make", [Stack, Deep])
+@pytest.mark.parametrize("make", [in_full(Stack), Deep])
 def test_the_peak_follows_the_budget(make: type[nn.Module]) -> None:
     """Predicted and measured, from all that torch saves down to the least that is possible."""
     x = _x(64)
@@ -192,7 +195,7 @@ def _measured(make: type[nn.Module], x: Tensor, plan: Plan) -> int:
 
 @pytest.mark.parametrize(
     ("name", "zero", "recompute"),
-    [("llama_deep", 3, "full"), ("conv", 1, "full"), *(in_full("llama_deep", z, r) for z in range(3) for r in ("full", "selective"))],
+    [("conv", 1, "full"), *(in_full("llama_deep", z, r) for z in range(4) for r in ("full", "selective"))],
 )
 def test_parity_with_recomputation(two: Processes, name: str, zero: int, recompute: str) -> None:
     for distance in two.run(measure, name, config(zero, recompute=recompute)):

@@ -137,10 +137,7 @@ class Writer:
             return source[index] if isinstance(source, list) and isinstance(index, int) else source
         body = self.body_of(node)
         if body is not None:
-            self._caller = node
-            results = self.write(body[0], half, [values.get(n) for n in body[1]], compiled=True)
-            self._caller = None
-            return results
+            return self._block(node, half, body[0], [values.get(n) for n in body[1]])
         given = tree_leaves((node.args, node.kwargs))
         reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in given if isinstance(a, Node)])))
         alias = aliased(node)
@@ -149,6 +146,14 @@ class Writer:
         value = self._operation(node, half, reads, writes=alias == "write")
         self._note_flight(node, reads, value)
         return value
+
+    def _block(self, node: Node, half: Half, body: GraphModule, given: list[Value]) -> list[Value]:
+        """A call of a block. What it is given the caller holds until it is back."""
+        self._caller = node
+        results = self.write(body, half, given, compiled=True)
+        self._caller = None
+        self.program.keep(given, len(self.program.operations) - 1)
+        return results
 
     def _operation(self, node: Node, half: Half, reads: tuple[int, ...], writes: bool) -> Value:
         at = len(self.program.operations)

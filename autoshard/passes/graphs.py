@@ -155,7 +155,9 @@ def inline_body(gm: GraphModule, call: Node, body: GraphModule, given: Sequence[
             copied.target = names[str(copied.target)]
     for item in list(call.users):
         assert item.target is operator.getitem
-        item.replace_all_uses_with(results[item.args[1]])
+        result = results[item.args[1]]
+        result.meta["example_value"] = item.meta["example_value"]  # two calls' results are not the same memory
+        item.replace_all_uses_with(result)
         gm.graph.erase_node(item)
     gm.graph.erase_node(call)
 

@@ -26,7 +26,7 @@ from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
 PREFIX = "block_"
-POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the names of those like it
+POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the blocks that it is
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.ADD_HELD)
 
 
@@ -50,10 +50,11 @@ class OutlineBlocks:
         repeated = [runs for runs in alike.values() if len(runs) >= self.least]
         for runs in repeated:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
-                _outline(gm, [run for run in runs if run.policy(context) == policy], policy)
+                same = [run for run in runs if run.policy(context) == policy]
+                _outline(gm, same, policy, tuple(run.block or "" for run in same))
         for run in _stretches(gm) if repeated else ():
             if run.closed and run.uses_parameters(context):
-                _outline(gm, [run], "none")
+                _outline(gm, [run], "none", ())
         return gm
 
 
@@ -62,10 +63,10 @@ def is_block(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(PREFIX)
 
 
-def _outline(gm: GraphModule, runs: list[Run], policy: str) -> None:
+def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...]) -> None:
     name = PREFIX + hashlib.sha256(f"{runs[0].key} {policy}".encode()).hexdigest()[:12]
     body = runs[0].outlined()
-    body.meta[POLICY], body.meta[BLOCKS] = policy, tuple(run.block or "" for run in runs)
+    body.meta[POLICY], body.meta[BLOCKS] = policy, blocks
     gm.add_submodule(name, body)
     for run in runs:
         run.replace_by_call(name)
