@@ -2,6 +2,7 @@
 # make test    the tests that CI runs          make test-all   the whole matrix
 # make check   ruff and strict typing          make bench      side by side with DDP, FSDP2, DeepSpeed
 # make bench-accuracy   predictions beside measurements: docs/accuracy.md
+# make bench-recompute  memory against time beside torch's ways to recompute: bench/results/recompute.md
 # TORCH=2.11.0 any of these on another torch; its environment lies beside the first
 
 TORCH ?= 2.13.0
@@ -9,7 +10,7 @@ VENV  := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN   := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all check bench bench-accuracy wheel clean
+.PHONY: demo test test-all check bench bench-accuracy bench-recompute wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),75MiB)
@@ -29,6 +30,9 @@ bench: $(VENV)/ready
 
 bench-accuracy: $(VENV)/ready
 	$(BIN)/python bench/accuracy.py
+
+bench-recompute: $(VENV)/ready
+	$(BIN)/python bench/recompute.py
 
 wheel: $(VENV)/ready
 	$(BIN)/python -m build --wheel --no-isolation

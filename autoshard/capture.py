@@ -95,7 +95,8 @@ def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], who
         raise _Captured(gm, inputs, Tracing.here())
 
     try:
-        torch.compile(shadow, backend=read, fullgraph=whole)(*args, **kwargs)
+        # sizes as they are: Dynamo would take for open what differs from an earlier trace of the same code
+        torch.compile(shadow, backend=read, fullgraph=whole, dynamic=False)(*args, **kwargs)
     except _Captured as captured:
         return _captured(shadow, captured)
     return None

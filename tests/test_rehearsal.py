@@ -67,6 +67,12 @@ def _line(node: Node) -> str:
     return f"{node.target} {given} {graphs.described(node.meta.get('example_value'))} {paths[:1]}"
 
 
+def test_sizes_are_those_of_the_example_whatever_was_traced_before() -> None:
+    for batch in (4, 6, 9):
+        first = next(iter(capture(Deep(), torch.randn(batch, 8)).graph.graph.nodes)).meta["example_value"]
+        assert [type(length) for length in first.shape] == [int, int] and first.shape[0] == batch
+
+
 def test_a_model_that_breaks_is_captured_up_to_there() -> None:
     assert len(capture(Deep(breaks=True), torch.randn(4, 8)).parameters) == 4
 
