@@ -68,7 +68,7 @@ def _call_ops(gm: GraphModule, nodes: list[Node], block: Block, key: str) -> Non
         tensors = [a for a, v in zip(node.args, block.inputs) if v.kind == "input"]
         sizes = [a for a, v in zip(node.args, block.inputs) if v.kind == "size"]
         with gm.graph.inserting_before(node):
-            call = gm.graph.call_function(torch.ops.autoshard.block.default, (tensors, sizes, key, number))
+            call = gm.graph.call_function(graphs.BLOCK, (tensors, sizes, key, number))
         call.meta.update(node.meta)
         node.replace_all_uses_with(call)
         gm.graph.erase_node(node)

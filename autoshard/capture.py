@@ -22,6 +22,7 @@ from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, names_of, take_inventory
 from autoshard.ops.layout import Layout
 from autoshard.passes.inline_regions import inline_regions
+from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.shard import show_as_sharded
 from autoshard.torch_internals import FakeTensorMode, ThroughDynamo, TorchDynamoException, Tracing
@@ -42,7 +43,7 @@ class Capture:
     tracing: Tracing
 
 
-REPEATED = 8  # as many blocks as are outlined
+REPEATED = OutlineBlocks.least
 
 
 class _Captured(ThroughDynamo):

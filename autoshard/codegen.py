@@ -108,7 +108,8 @@ class Compilation:
     def cut_block(self, joint: Joint, policy: str) -> Halves:
         """The halves of one block, whose views are not saved beside what they are views of."""
         graphs.recompute_views(joint.graph)
-        recompute.tag(joint.graph, lambda _: policy)
+        if policy != "none":
+            recompute.tag(joint.graph, lambda _: policy)
         return joint.halves(self._cut)
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:

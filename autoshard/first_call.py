@@ -111,7 +111,7 @@ class FirstCall:
             optimizer_states=max(states) if states else None,
         )
         forecast = self._forecaster(where) if self._chooses() else None
-        fit = forecast.fit if forecast is not None and self.config.recompute == "auto" else None
+        fit = forecast.fit if forecast else None
         return self._of_family(make_plan(inventory, self.config, where, forecast or _as_it_is, fit))
 
     def _chooses(self) -> bool:

@@ -65,11 +65,14 @@ class Forecaster:
         key = (*_regathered(plan), plan.recompute)
         if key not in self._known:
             held, unknown = self._held(plan)
-            program = self._program(self._rehearsed(plan), held)
-            took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
-            land(program, took.timeline)
-            self._known[key] = program, simulate(program), took, unknown
+            self._known[key] = *self._simulate(plan, self._rehearsed(plan), held), unknown
         return self._known[key]
+
+    def _simulate(self, plan: Plan, rehearsed: Rehearsed, held: Held) -> tuple[Program, Curve, StepTime]:
+        program = self._program(rehearsed, held)
+        took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
+        land(program, took.timeline)
+        return program, simulate(program), took
 
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
@@ -98,19 +101,12 @@ class Forecaster:
 
     def _savings(self, plan: Plan) -> Savings:
         held, _ = self._held(plan)
-
-        def step(rehearsed: Rehearsed, held: Held) -> Step:
-            program = self._program(rehearsed, held)
-            took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
-            land(program, took.timeline)
-            spans = {span.operation: span.end - span.start for span in took.timeline.spans if span.stream == "compute"}
-            totals = [int(b) for b in simulate(program).at({}).sum(1)]
-            return Step(program, totals, [spans.get(i, 0.0) for i in range(len(program.operations))])
-
+        program, curve, took, _ = self.simulated(replace(plan, recompute=()))
         return Savings(
             self._prepared(plan),
-            simulate=lambda rehearsed: step(rehearsed, held),
-            simulate_alone=lambda rehearsed: step(rehearsed, Held({}, 0, 0)),
+            usual=_step(program, curve, took),
+            simulate=lambda rehearsed: _step(*self._simulate(plan, rehearsed, held)),
+            simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
             seconds_of=lambda operation: seconds(work_of(operation), self.cluster.device),
         )
 
@@ -152,6 +148,12 @@ class Forecaster:
             return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
         assumed = _as_adam(trained)
         return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+
+
+def _step(program: Program, curve: Curve, took: StepTime) -> Step:
+    spent = {span.operation: span.end - span.start for span in took.timeline.spans if span.stream == "compute"}
+    totals = [int(b) for b in curve.at({}).sum(1)]
+    return Step(program, totals, [spent.get(i, 0.0) for i in range(len(program.operations))])
 
 
 def _layouts(plan: Plan) -> Key:

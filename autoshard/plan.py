@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import PlanError
 
 FORMAT = 1
+POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
@@ -225,9 +226,6 @@ class Plan:
 
 def _interval(value: Any) -> tuple[float, float] | None:
     return None if value is None else (value[0], value[1])
-
-
-POLICIES = ("none", "selective", "full")
 
 
 def _legal_policy(policy: str) -> str:

@@ -46,7 +46,7 @@ def plan(
         check_plan_fits(pinned, captured.inventory, cluster.world)
         return forecast(pinned)
     where = Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
-    return make_plan(captured.inventory, config, where, forecast, forecast.fit if config.recompute == "auto" else None)
+    return make_plan(captured.inventory, config, where, forecast, forecast.fit)
 
 
 def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:

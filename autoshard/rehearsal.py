@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from autoshard.passes.outline_blocks import BLOCKS, POLICY
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
-_BLOCK, _BLOCK_BACKWARD = torch.ops.autoshard.block.default, torch.ops.autoshard.block_backward.default
+_BLOCK_BACKWARD = torch.ops.autoshard.block_backward.default
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,16 @@ def prepare(captured: Capture, plan: Plan, inductor: bool) -> Prepared:
         return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs)
 
 
-def _tracing(captured: Capture) -> AbstractContextManager[Any]:
-    stack = ExitStack()
-    stack.enter_context(captured.tracing.entered())
-    stack.enter_context(torch_internals.without_autograd_cache())
-    return stack
+@contextmanager
+def _tracing(captured: Capture) -> Iterator[None]:
+    with captured.tracing.entered(), torch_internals.without_autograd_cache():
+        yield
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A block that is a graph of its own. names: of the model's blocks that are so; none of what lies
-    between blocks."""
+    """A block that is a graph of its own. names: of the model's blocks that are so; none of what lies between
+    blocks."""
 
     joint: Joint
     names: tuple[str, ...]
@@ -194,7 +193,7 @@ def _input(captured: Capture, position: int, plan: Plan) -> Any:
 def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:
     """The graph that a call of a block stands for, and what that takes; None of any other call."""
     arguments: tuple[Any, ...] = node.args
-    if graphs.is_call(node, _BLOCK):
+    if graphs.is_call(node, graphs.BLOCK):
         tensors, sizes, key, _ = arguments
         made, given = block_named(key), {"input": tensors, "size": sizes}
         return _graph(made.forward), [given[v.kind][v.index] for v in made.inputs]

@@ -116,10 +116,13 @@ def _folded(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
     """Runs of groups that are equal but for the numbers in their names."""
 
     def key(group: ParameterGroup) -> tuple[object, ...]:
-        shape = re.sub(r"\d+", "*", group.name)
-        return shape, len(group.parameters), group.degrees, group.ranks
+        return _unnumbered(group.name), len(group.parameters), group.degrees, group.ranks
 
     return [list(run) for _, run in itertools.groupby(groups, key=key)]
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _span(names: Sequence[str]) -> str:
@@ -138,7 +141,7 @@ def _recompute_part(plan: Plan) -> list[RenderableType]:
     table.add_column("but for", overflow="fold")
 
     def key(entry: tuple[str, str]) -> tuple[str, str]:
-        return re.sub(r"\d+", "*", entry[0]), entry[1]
+        return _unnumbered(entry[0]), entry[1]
 
     for (_, policy), run in itertools.groupby(plan.recompute, key=key):
         names = [name for name, _ in run]

@@ -10,19 +10,19 @@ simulated; blocks that are graphs of their own by themselves, all others togethe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.program import Operation, Piece, Program
 from autoshard.cost_model.sizes import bytes_of
 from autoshard.cost_model.work import kind_of
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
-from autoshard.passes.recompute import needed, operations, values_of_blocks
+from autoshard.passes.recompute import backward_of, needed, operations, values_of_blocks
 from autoshard.plan import Plan
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
@@ -42,9 +42,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Savings:
-    """Of one prepared graph. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation takes."""
+    """Of one prepared graph. usual: its step, nothing chosen. simulate: a step of its graphs, or of a block's alone.
+    seconds_of: what an operation takes."""
 
     prepared: Prepared
+    usual: Step
     simulate: Callable[[Rehearsed], Step]
     simulate_alone: Callable[[Rehearsed], Step]
     seconds_of: Callable[[Operation], float]
@@ -54,12 +56,12 @@ class Savings:
         plan = replace(plan, recompute=())
         joint = {name: found for name, found in self.candidates(self.prepared.joint.graph).items() if name}
         apart = [kind for kind in self.prepared.kinds if kind.names]
-        steps = _measured(self.simulate(self.prepared.cut(plan)), [*joint, *(name for kind in apart for name in kind.names)])
-        options = {name: [option] for name, option in steps.items()}
+        usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)})
+        options = {name: [option] for name, option in usual.items()}
         for level in range(max(map(len, joint.values()), default=0)):
             policies = {name: found[level] for name, found in joint.items() if level < len(found)}
             cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
-            for name, option in _measured(self.simulate(cut), list(options)).items():
+            for name, option in _measured(self.simulate(cut), set(options)).items():
                 if name in policies:
                     options[name].append(replace(option, policy=policies[name]))
         for kind in apart:
@@ -70,9 +72,9 @@ class Savings:
 
     def candidates(self, joint: GraphModule) -> dict[str | None, list[str]]:
         """Policies for each block. See [Note: Candidates]."""
-        wanted = needed(joint)
-        blocks = values_of_blocks(joint)
-        return {name: self._candidates(nodes, wanted) for name, nodes in blocks.items()}
+        backward = backward_of(joint)
+        wanted = needed(backward)
+        return {name: self._candidates(nodes, wanted) for name, nodes in values_of_blocks(joint, backward).items()}
 
     def _candidates(self, nodes: Sequence[Node], wanted: set[Node]) -> list[str]:
         found = {key: n for key, n in operations(nodes).items() if n in wanted and kind_of(n) in _COSTLY}
@@ -94,7 +96,7 @@ class Savings:
 
     def _cut_alone(self, kind: Kind, policy: str) -> Option:
         step = self.simulate_alone(self.prepared.cut_kind(kind, policy))
-        return Option(policy, _saved(step.program, lambda _: True), max(step.totals), sum(step.seconds))
+        return Option(policy, sum(int(p.bytes) for p in _saved(step.program)), max(step.totals), sum(step.seconds))
 
 
 def _shifted(whole: Option, alone: Option, usual: Option) -> Option:
@@ -107,39 +109,33 @@ def _shifted(whole: Option, alone: Option, usual: Option) -> Option:
     )
 
 
-def _measured(step: Step, names: Iterable[str]) -> dict[str, Option]:
+def _measured(step: Step, names: Set[str]) -> dict[str, Option]:
     """What each block takes in a step, in the order of forward."""
-    wanted, operations = set(names), step.program.operations
+    operations = step.program.operations
     block = [graphs.block_of(o.call or o.node) for o in operations]
-    saved = _by_block(step.program, block)
+    saved: dict[str | None, int] = defaultdict(int)
+    for piece in _saved(step.program):
+        saved[block[piece.made]] += int(piece.bytes)
     before: dict[str, int] = {}
     for i, name in enumerate(block):
-        if operations[i].half == "forward" and name in wanted and name is not None:
+        if operations[i].half == "forward" and name is not None and name in names:
             before.setdefault(name, sum(saved[b] for b in before))
     peaks: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
-    for i, name in enumerate(_inherited(block, list(before))):
+    for i, name in enumerate(_inherited(block, before)):
         peaks[name] = max(peaks[name], step.totals[i] - before.get(name, 0))
         seconds[name] += step.seconds[i]
     return {name: Option("none", saved[name], peaks[name], seconds[name]) for name in before}
 
 
-def _inherited(block: Sequence[str | None], names: Sequence[str]) -> list[str]:
+def _inherited(block: Sequence[str | None], names: Collection[str]) -> Iterator[str]:
     """What belongs to no block is counted with the one before it; what is before all, with the first."""
-    current, found = names[0] if names else "", []
+    current = next(iter(names), "")
     for name in block:
-        current = name if name in names else current  # type: ignore[assignment]
-        found.append(current)
-    return found
+        current = name if name is not None and name in names else current
+        yield current
 
 
-def _by_block(program: Program, block: Sequence[str | None]) -> dict[str, int]:
-    saved: dict[str, int] = defaultdict(int)
-    for name in dict.fromkeys(filter(None, block)):
-        saved[name] = _saved(program, lambda made, name=name: block[made] == name)  # type: ignore[misc]
-    return saved
-
-
-def _saved(program: Program, counts: Callable[[int], bool]) -> int:
-    """Bytes of activations that were made at operations that count."""
-    return sum(int(p.bytes) for p in program.pieces if p.category == "activations" and p.made >= 0 and counts(p.made))
+def _saved(program: Program) -> Iterator[Piece]:
+    """What forward leaves for backward."""
+    return (p for p in program.pieces if p.category == "activations" and p.made >= 0)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -28,20 +27,11 @@ WARM_UP, ROUNDS = 4, 15
 
 
 def contender(case: Case) -> contenders.Contender:
-    """A step without clipping, as predictions have it."""
+    """The model and the optimizer of a case."""
     torch.manual_seed(0)
     model = zoo.MODELS[case.model][0]().train()
     optimizer = NAMED[case.optimizer](list(model.parameters()))
-    compiled = torch.compile(model, backend=autoshard.backend(case.config()))
-
-    def step(batch: Any) -> Tensor:
-        loss = zoo.loss_of(compiled(**batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return contenders.Contender(model, optimizer, step)
+    return zoo.contender(model, optimizer, autoshard.backend(case.config()))
 
 
 def main() -> None:

@@ -98,16 +98,7 @@ def contender(point: Point, codegen: str) -> contenders.Contender:
     else:
         for block in list(blocks_of(model))[: int(point.setting)]:
             block.forward = _checkpointed(block.forward)
-    compiled = torch.compile(model, backend=backend)
-
-    def step(batch: Any) -> torch.Tensor:
-        loss = zoo.loss_of(compiled(**batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return contenders.Contender(model, optimizer, step)
+    return zoo.contender(model, optimizer, backend)
 
 
 def _checkpointed(forward: Any) -> Any:

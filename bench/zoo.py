@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import contenders
 import torch
 from torch import Tensor, nn
 
@@ -103,6 +104,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "conv": (conv, _small_images),
     "mlp": (mlp, _vectors),
 }
+
+
+def contender(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Any) -> contenders.Contender:
+    """A step of a compiled model without clipping, as predictions have it."""
+    compiled = torch.compile(model, backend=backend)
+
+    def step(batch: Any) -> Tensor:
+        loss = loss_of(compiled(**batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return contenders.Contender(model, optimizer, step)
 
 
 def loss_of(output: Any) -> Tensor:

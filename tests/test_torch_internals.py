@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import aot_module_simplified, make_boxed_func
+from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._library.fake_class_registry import FakeScriptObject
 
@@ -326,3 +326,21 @@ def test_alike_modules_are_traced_once() -> None:
     bodies = {id(body) for _, body in graphs[0].named_children()}
     assert len(graphs[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)) == 3
     assert len(bodies) == 1
+
+
+def test_nodes_of_a_joint_graph_say_whose_they_are() -> None:
+    found = []
+
+    def read(joint: torch.fx.GraphModule, inputs: object, **keywords: object) -> object:
+        found.extend(n for n in joint.graph.nodes if n.op == "call_function")
+        return min_cut_rematerialization_partition(joint, inputs, **keywords)
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        return aot_module_simplified(gm, inputs, fw_compiler=lambda graph, _: graph, partition_fn=read)
+
+    torch.compiler.reset()
+    torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend)(torch.randn(2, 4))
+    (tanh,) = (n for n in found if n.target is torch.ops.aten.tanh.default)
+    (grad,) = (n for n in found if n.target is torch.ops.aten.mm.default and torch_internals.is_backward(n))
+    assert torch_internals.module_path(tanh) == "1" and not torch_internals.is_backward(tanh)
+    assert torch_internals.module_path(grad) == "0"

@@ -48,12 +48,9 @@ def fuse(program: Program) -> Program:
     moved: dict[int, int] = {}  # where the operation at a position of the old program ended up
     inner: set[int] = set()
     for code, positions in itertools.groupby(range(len(program.operations)), lambda i: program.operations[i].code):
-        kernels = _Kernels(program, list(positions)) if code is not None else None
-        for members in kernels.in_order() if kernels else ([i] for i in positions):
+        for members, operation in _generated(program, list(positions), inner) if code is not None else _alone(program, positions):
             moved.update(dict.fromkeys(members, len(out.operations)))
-            operations = [program.operations[i] for i in members]
-            out.operations.append(_merged(program, operations, kernels.inner) if kernels else operations[0])
-        inner |= kernels.inner if kernels else set()
+            out.operations.append(operation)
     length = len(program.operations)
     moved[length] = len(out.operations)
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
@@ -61,6 +58,21 @@ def fuse(program: Program) -> Program:
     _in_place(out)
     _channels_last(out)
     return out
+
+
+Placed = Iterable[tuple[list[int], Operation]]  # operations and the positions of what they were made of
+
+
+def _alone(program: Program, positions: Iterable[int]) -> Placed:
+    return (([i], program.operations[i]) for i in positions)
+
+
+def _generated(program: Program, positions: list[int], inner: set[int]) -> Placed:
+    """The kernels of one graph, whose inner pieces are put into `inner`."""
+    kernels = _Kernels(program, positions)
+    inner |= kernels.inner
+    for members in kernels.in_order():
+        yield members, _merged(program, [program.operations[i] for i in members], kernels.inner)
 
 
 def _merged(program: Program, members: list[Operation], inner: set[int]) -> Operation:

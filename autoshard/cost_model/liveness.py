@@ -105,4 +105,3 @@ def simulate(program: Program) -> Curve:
             matrix[max(piece.made, 0), category, term] += factor
             matrix[min(piece.last, length - 1) + 1, category, term] -= factor
     return Curve(tuple(terms.index), matrix.cumsum(0)[:-1])
-

@@ -70,7 +70,7 @@ def work_of(operation: Operation) -> Work:
     node = operation.node
     if operation.parts[1:]:
         hard = sum((_hard(part) for part in operation.parts), start=0)  # type: ignore[arg-type]
-        kind: Kind = "reduction" if any(_name(p) in _REDUCTIONS for p in operation.parts) else "pointwise"
+        kind: Kind = "reduction" if any(op_name(p) in _REDUCTIONS for p in operation.parts) else "pointwise"
         read, written = _sum(operation.read_bytes), _sum(operation.made_bytes)
         return Work(kind, 0, read, written, hard, _dtype(node))
     read = _sum(bytes_of(t) for t in _given(node))
@@ -80,7 +80,7 @@ def work_of(operation: Operation) -> Work:
 
 def kind_of(node: Node) -> Kind:
     """The kind of kernel that a call runs."""
-    name, target = _name(node), str(node.target)
+    name, target = op_name(node), str(node.target)
     if target.startswith("_c10d_functional"):
         return "wait" if name == "wait_tensor" else "collective"
     if name in ("mm", "addmm", "bmm", "baddbmm"):
@@ -97,7 +97,7 @@ def kind_of(node: Node) -> Kind:
 
 def flops_of(node: Node) -> Size:
     """Floating-point operations of a call, as torch's FlopCounterMode counts them; 0 of what it does not count."""
-    name = _name(node)
+    name = op_name(node)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         return size_of(flop_counter.sdpa_flop_count(*(t.shape for t in _given(node)[:3])))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
@@ -113,7 +113,7 @@ def flops_of(node: Node) -> Size:
 
 def _hard(node: Node) -> Size:
     first = _result(node)
-    return product(first.shape) if _name(node) in _HARD and first is not None else 0
+    return product(first.shape) if op_name(node) in _HARD and first is not None else 0
 
 
 def _result(node: Node) -> Tensor | None:
@@ -121,7 +121,8 @@ def _result(node: Node) -> Tensor | None:
     return next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
 
 
-def _name(node: Node) -> str:
+def op_name(node: Node) -> str:
+    """What a node calls, without its overload: "mm"."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet.__name__ if packet is not None else str(getattr(node.target, "__name__", node.target))
 

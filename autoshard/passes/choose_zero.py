@@ -50,8 +50,9 @@ def make_plan(
     """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not.
 
     forecast: completes a plan's prediction, which has parameters and what belongs to them only. fit: brings a plan into a
-    budget by recomputation, as far as that goes; None: there is nothing to choose.
+    budget by recomputation, as far as that goes, where that is to be chosen.
     """
+    fit = fit if config.recompute == "auto" else None
     axes = config.mesh_axes() or (("shard", where.cluster.world),)
     _check_axes(axes, where.cluster.world)
     if config.zero == "auto":

@@ -50,6 +50,13 @@ def body(gm: GraphModule, name: Any) -> GraphModule:
     return found
 
 
+def region(gm: GraphModule, call: Node) -> GraphModule:
+    """The graph that the call of a higher-order operator takes first."""
+    where = call.args[0]
+    assert isinstance(where, Node)
+    return body(gm, where.target)
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     """Where each node stands."""
     return {node: i for i, node in enumerate(graph.nodes)}

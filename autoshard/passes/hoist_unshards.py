@@ -28,17 +28,11 @@ class HoistUnshards:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         for call in gm.graph.find_nodes(op="call_function", target=REGION):
-            body = _body(gm, call)
+            body = graphs.region(gm, call)
             self.run(body, context)  # a region inside a region gives to the outer one first
             _hoist(gm, call, body)
             body.recompile()
         return gm
-
-
-def _body(gm: GraphModule, call: Node) -> GraphModule:
-    where = call.args[0]
-    assert isinstance(where, Node)
-    return graphs.body(gm, where.target)
 
 
 def _hoist(gm: GraphModule, call: Node, body: GraphModule) -> None:

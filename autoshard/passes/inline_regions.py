@@ -8,10 +8,10 @@ need not be blocks, and hides the unshards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
@@ -35,17 +35,12 @@ class InlineRegions:
 def inline_regions(gm: GraphModule) -> None:
     """Puts the operations of every region, and of the regions in it, in front of its calls, which go."""
     calls = gm.graph.find_nodes(op="call_function", target=REGION)
-    bodies = {call.args[0].target: graphs.body(gm, call.args[0].target) for call in calls}
-    for body in {id(b): b for b in bodies.values()}.values():
+    bodies = [graphs.region(gm, call) for call in calls]
+    for body in {id(b): b for b in bodies}.values():
         inline_regions(body)
-    for call in calls:
-        _inline(gm, call, bodies[call.args[0].target])
+    for call, body in zip(calls, bodies):
+        where: Any = call.args[0]
+        graphs.inline_body(gm, call, body, call.args[2:])  # type: ignore[arg-type]
+        gm.graph.erase_node(where)
     if calls:
         gm.delete_all_unused_submodules()  # one that is called once torch inlines itself, and leaves it behind
-
-
-def _inline(gm: GraphModule, call: Node, body: GraphModule) -> None:
-    where = call.args[0]
-    assert isinstance(where, Node)
-    graphs.inline_body(gm, call, body, call.args[2:])  # type: ignore[arg-type]
-    gm.graph.erase_node(where)

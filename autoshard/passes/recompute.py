@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
-from autoshard.cost_model.work import kind_of
+from autoshard.cost_model.work import kind_of, op_name
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
@@ -46,8 +46,8 @@ class Recompute:
 
 def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
     """Tags what forward computes in blocks that have a policy. An inference graph stays as it is."""
-    backward = _backward(joint)
-    for block, nodes in values_of_blocks(joint).items():
+    backward = backward_of(joint)
+    for block, nodes in values_of_blocks(joint, backward).items():
         policy = policy_of(block)
         if policy != "none":
             saved = _with_items(chosen(nodes, policy)) | _leaving(nodes, backward)
@@ -55,9 +55,8 @@ def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
 
 
-def values_of_blocks(joint: GraphModule) -> dict[str | None, list[Node]]:
+def values_of_blocks(joint: GraphModule, backward: set[Node]) -> dict[str | None, list[Node]]:
     """What forward computes, in order, by block; gathered parameters and sizes left out. Nothing of an inference graph."""
-    backward = _backward(joint)
     blocks: dict[str | None, list[Node]] = defaultdict(list)
     for node in joint.graph.nodes if backward else ():
         if node.op == "call_function" and node not in backward and _is_value(node):
@@ -65,9 +64,8 @@ def values_of_blocks(joint: GraphModule) -> dict[str | None, list[Node]]:
     return blocks
 
 
-def needed(joint: GraphModule) -> set[Node]:
+def needed(backward: set[Node]) -> set[Node]:
     """What backward reads of forward, and what that is made of."""
-    backward = _backward(joint)
     found = {n for node in backward for n in node.all_input_nodes} - backward
     todo = list(found)
     while todo:
@@ -77,7 +75,7 @@ def needed(joint: GraphModule) -> set[Node]:
     return found
 
 
-def _backward(joint: GraphModule) -> set[Node]:
+def backward_of(joint: GraphModule) -> set[Node]:
     """What autograd traced for backward, and what depends on it. A view that backward takes of a value of forward depends
     on no gradient, but it is not forward's."""
     own = [node for node in joint.graph.nodes if torch_internals.is_backward(node)]
@@ -109,7 +107,7 @@ def operations(nodes: Iterable[Node]) -> dict[str, Node]:
     counts: Counter[str] = Counter()
     found = {}
     for node in nodes:
-        name = str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+        name = op_name(node)
         found[f"{name}#{counts[name]}"] = node
         counts[name] += 1
     return found
