@@ -32,6 +32,7 @@ bench-accuracy: $(VENV)/ready
 	$(BIN)/python bench/accuracy.py
 
 bench-recompute: $(VENV)/ready
+	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/recompute.py
 
 wheel: $(VENV)/ready

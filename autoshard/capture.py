@@ -95,6 +95,7 @@ def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], who
     def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         raise _Captured(gm, inputs, Tracing.here())
 
+    torch_internals.ignore_messages_given_once()
     try:
         # sizes as they are: Dynamo would take for open what differs from an earlier trace of the same code
         torch.compile(shadow, backend=read, fullgraph=whole, dynamic=False)(*args, **kwargs)

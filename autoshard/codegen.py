@@ -128,6 +128,7 @@ class Compilation:
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)
         graphs.fill_examples(backward)
+        recompute.name_repeated(backward)
         return forward, backward
 
     def split(self, gm: GraphModule, phase: Phase) -> GraphModule:

@@ -46,6 +46,7 @@ class Backend:
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
         self._warned = False
+        torch_internals.ignore_messages_given_once()
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile asks of a backend: something that runs `gm`."""

@@ -21,6 +21,7 @@ from autoshard.cost_model.step_memory import Held, program_of
 from autoshard.cost_model.step_time import StepTime, step_time
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
+from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.passes.choose_recompute import Block, choose, least
 from autoshard.plan import Plan
@@ -135,7 +136,10 @@ class Forecaster:
             self.cluster.slowest.scatters,
             whole=not rehearsed.blocks,
         )
-        return fuse(program) if self.inductor else program
+        program = fuse(program) if self.inductor else program
+        if self.cluster.device.name == "cpu":
+            add_workspaces(program, channels_last=self.inductor)
+        return program
 
     def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         infos = self.captured.inventory.parameters

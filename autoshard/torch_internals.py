@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import os
 import re
 import sys
@@ -54,6 +55,7 @@ __all__ = [
     "gloo_in_turn",
     "graph_break",
     "has_step_hooks",
+    "ignore_messages_given_once",
     "inductor_alone",
     "inner_inductor",
     "input_position",
@@ -62,6 +64,7 @@ __all__ = [
     "original_of",
     "put_random_states_first",
     "recompile_limit",
+    "rename",
     "restart_trace",
     "share_memory",
     "suppressed_errors",
@@ -86,6 +89,13 @@ def restart_trace(reason: str) -> None:
     """
     InstructionTranslator.current_tx().speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def ignore_messages_given_once() -> None:
+    """Makes Dynamo leave out `logger.warning_once(...)`, a method that transformers gives to loggers, instead of breaking
+    the graph at it: in GPT-2's loss, for one. Seen: 2.11, 2.13."""
+    found = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
+    torch._dynamo.config.ignore_logging_functions |= {method for method in found if method is not None}
 
 
 def behind_a_break() -> bool:
@@ -218,6 +228,11 @@ def is_backward(node: torch.fx.Node) -> bool:
     """True of a node of a joint graph that AOTAutograd traced while it differentiated, gradients among them; a node that
     Inductor put in the place of others may not say. Seen: 2.11, 2.13."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Gives a node a name, or one like it where that is taken. Seen: 2.11, 2.13."""
+    node._rename(name)
 
 
 def is_view(target: Any) -> bool:

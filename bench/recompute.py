@@ -3,9 +3,9 @@
     python bench/recompute.py [--models llama,gpt2] [--codegen inductor] [--batch 8]
 
 autoshard with memory budgets from all that torch saves down to the least that is possible; torch's own
-`activation_memory_budget`; and `torch.utils.checkpoint` around the first so many blocks. Every point is measured in fresh
-processes, the whole list over and over so that all ways meet the same noise; of a point's rounds the median is taken.
-Writes bench/results/recompute.md and .json.
+`activation_memory_budget`; and `torch.utils.checkpoint` around the first so many blocks. Each point has a process of its
+own, which compiles, tells its peak, and waits; then all take a few steps in turn, over and over, so that all ways meet the
+same noise. Of a point's steps the median is taken. Writes bench/results/recompute.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,16 @@ import worker  # noqa: E402
 import zoo  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard.capture import capture  # noqa: E402
+from autoshard.cost_model.cluster import Cluster, measured_here  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.forecast import Forecaster  # noqa: E402
+from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 
 BUDGETS = 8
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.0)
-ROUNDS, WARM_UP, STEPS = 3, 3, 9
+ROUNDS, WARM_UP, STEPS = 7, 2, 3
+EQUAL = 1.005  # peaks that differ by less are the same
 WAYS = {"autoshard": "autoshard, by budget", "torch": "activation_memory_budget", "checkpoint": "checkpoint of blocks"}
 
 
@@ -67,17 +71,15 @@ def points(name: str, codegen: str, batch: int, folder: Path) -> list[Point]:
     make, data = zoo.MODELS[name]
     with torch.device("meta"):
         model = make().train()
-    inputs = data(batch, None)
-
-    def plan(**options: Any) -> autoshard.Plan:
-        return autoshard.plan(model, inputs, autoshard.Config(zero=0, codegen=codegen, **options))
-
-    top = plan(recompute="none").predicted.peak_bytes
-    floor = min(plan(recompute="full").predicted.peak_bytes, top)
+    here = Cluster(1, 1, measured_here("cpu"))
+    forecaster = Forecaster(capture(model, data(batch, None)), NAMED["adamw"], here, codegen == "inductor")
+    config = autoshard.Config(zero=0, codegen=codegen)  # type: ignore[arg-type]
+    plan = make_plan(forecaster.captured.inventory, config, Circumstances(here, None), forecaster)
+    top, floor = plan.predicted.peak_bytes, forecaster.fit(plan, 0).predicted.peak_bytes
     found = []
-    for i in range(BUDGETS):
+    for i in reversed(range(BUDGETS)):
         budget = floor + (top - floor) * i // (BUDGETS - 1)
-        made = plan(memory_budget=budget)
+        made = forecaster.fit(plan, budget)
         file = folder / f"{name}{i}.json"
         file.write_text(made.to_json())
         found.append(Point(name, "autoshard", str(file), f"{budget / 1e6:.1f} MB", made.predicted.peak_bytes))
@@ -105,58 +107,109 @@ def _checkpointed(forward: Any) -> Any:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def measure(point: Point, codegen: str, batch: int) -> dict[str, float]:
-    """Bytes at the peak and seconds of the median step, in this process."""
+def serve(point: Point, codegen: str, batch: int) -> None:
+    """In a process of its own: prints the peak when it is ready, then seconds of some steps for each line that it reads."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the harness waits for all
     made = contender(point, codegen)
     inputs: Any = zoo.MODELS[point.model][1](batch, torch.Generator().manual_seed(0))
     for _ in range(WARM_UP):
         made.step(inputs)
-    peak = worker.held_bytes(made) + worker.step_growth(made, inputs)
-    return {"peak": peak, "step": statistics.median(worker._timed(made, inputs)[0] for _ in range(STEPS))}
+    print(json.dumps({"peak": worker.held_bytes(made) + worker.step_growth(made, inputs)}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({"seconds": [worker._timed(made, inputs)[0] for _ in range(STEPS)]}), flush=True)
 
 
-def in_a_process(point: Point, codegen: str, batch: int) -> dict[str, float]:
-    """`measure` in a process of its own."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), "--out", out.name]
-        command += ["--codegen", codegen, "--batch", str(batch)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-        found: dict[str, float] = json.loads(Path(out.name).read_text())
-        return found
+class Served:
+    """A point's process. peak: bytes. seconds: of all its steps."""
+
+    def __init__(self, point: Point, codegen: str, batch: int) -> None:
+        command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), "--codegen", codegen, "--batch", str(batch)]
+        self.point = point
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.peak, self.seconds = int(self._answer()["peak"]), list[float]()
+        print(f"{point.model} {point.way} {point.label}: {self.peak / 1e6:.1f} MB", flush=True)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise RuntimeError(f"the process of {self.point} ended with {self.process.wait()}")
+
+    def take_steps(self) -> None:
+        """Some more."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        self.seconds += self._answer()["seconds"]
+
+    def end(self) -> None:
+        """Of the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def run(models: list[str], codegen: str, batch: int) -> list[dict[str, Any]]:
-    """Every point of every model, by rounds."""
+def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
+    """Every point of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        todo = [p for name in models for p in points(name, codegen, batch, Path(folder))]
-        seen: dict[Point, list[dict[str, float]]] = defaultdict(list)
-        for round_ in range(ROUNDS):
-            for point in todo:
-                seen[point].append(in_a_process(point, codegen, batch))
-                print(f"round {round_ + 1}: {point.model} {point.way} {point.label}: {seen[point][-1]}", flush=True)
-    return [
-        {**asdict(p), "peak": max(f["peak"] for f in found), "step": statistics.median(f["step"] for f in found)}
-        for p, found in seen.items()
-    ]
+        served = [Served(point, codegen, batch) for point in points(name, codegen, batch, Path(folder))]
+    for _ in range(ROUNDS):
+        for one in served:
+            one.take_steps()
+    for one in served:
+        one.end()
+    return [{**asdict(one.point), "peak": one.peak, "step": statistics.median(one.seconds)} for one in served]
+
+
+def at_no_more(peak: float, rows: list[dict[str, Any]]) -> float:
+    """The step time that autoshard has at this peak or below."""
+    return min((r["step"] for r in rows if r["way"] == "autoshard" and r["peak"] <= peak * EQUAL), default=float("nan"))
 
 
 def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     """Markdown: a table for each model, times as ratios to the point that saves all, of autoshard."""
     lines = [
         f"Peak and step time on {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
-        f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget. Written by "
+        f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is autoshard's time, at no more "
+        "than that way's peak, divided by that way's time. Written by "
         "`python bench/recompute.py`.",
     ]
     for model in dict.fromkeys(r["model"] for r in rows):
         own = [r for r in rows if r["model"] == model]
-        unit = [r["step"] for r in own if r["way"] == "autoshard"][-1]
-        lines += ["", f"## {model}", "", "| way | setting | peak MB | predicted | time |", "|---|---|---:|---:|---:|"]
+        unit = next(r["step"] for r in own if r["way"] == "autoshard")
+        lines += ["", f"## {model}", "", "| way | setting | peak MB | predicted | time | autoshard's at no more memory |"]
+        lines += ["|---|---|---:|---:|---:|---:|"]
         for r in own:
             off = f"{r['predicted'] / r['peak'] - 1:+.1%}" if r["predicted"] else ""
-            lines.append(f"| {WAYS[r['way']]} | {r['label']} | {r['peak'] / 1e6:.1f} | {off} | {r['step'] / unit:.2f} |")
+            ours = f"{at_no_more(r['peak'], own) / r['step']:.2f}x" if r["way"] != "autoshard" else ""
+            peak, time = f"{r['peak'] / 1e6:.1f}", f"{r['step'] / unit:.2f}"
+            lines.append(f"| {WAYS[r['way']]} | {r['label']} | {peak} | {off} | {time} | {ours} |")
     return "\n".join([*lines, ""])
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """A frontier a way, a picture a model."""
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    figure = Figure(figsize=(5 * len(models), 4), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
+        own = [r for r in rows if r["model"] == model]
+        unit = next(r["step"] for r in own if r["way"] == "autoshard")
+        for way, name in WAYS.items():
+            found = sorted((r["peak"] / 1e6, r["step"] / unit) for r in own if r["way"] == way)
+            axes.plot(*zip(*found), marker="o", label=name)
+        axes.set(title=model, xlabel="measured peak, MB", ylabel="step time, 1 = autoshard saving all")
+        axes.legend()
+    figure.savefig(file, dpi=120)
 
 
 def main() -> None:
@@ -166,16 +219,15 @@ def main() -> None:
     parser.add_argument("--codegen", default="inductor")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--point", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point:
-        found = measure(Point(**json.loads(arguments.point)), arguments.codegen, arguments.batch)
-        Path(arguments.out).write_text(json.dumps(found))
+        serve(Point(**json.loads(arguments.point)), arguments.codegen, arguments.batch)
         return
-    rows = run(arguments.models.split(","), arguments.codegen, arguments.batch)
+    rows = [row for name in arguments.models.split(",") for row in run(name, arguments.codegen, arguments.batch)]
     results = HERE / "results"
     (results / "recompute.json").write_text(json.dumps(rows, indent=1) + "\n")
     (results / "recompute.md").write_text(table(rows, arguments.codegen, arguments.batch))
+    draw(rows, results / "recompute.png")
     print(table(rows, arguments.codegen, arguments.batch))
 
 

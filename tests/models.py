@@ -24,7 +24,7 @@ class Case:
     replicate_below: int = 0
 
 
-def _tokens(vocab: int, batch: int = 2, seq: int = 12) -> Callable[[torch.Generator], Batch]:
+def tokens(vocab: int, batch: int = 2, seq: int = 12) -> Callable[[torch.Generator], Batch]:
     def make(g: torch.Generator) -> Batch:
         ids = torch.randint(0, vocab, (batch, seq), generator=g)
         return {"input_ids": ids, "labels": ids}
@@ -32,7 +32,7 @@ def _tokens(vocab: int, batch: int = 2, seq: int = 12) -> Callable[[torch.Genera
     return make
 
 
-def _features(*shape: int) -> Callable[[torch.Generator], Batch]:
+def features(*shape: int) -> Callable[[torch.Generator], Batch]:
     return lambda g: {"x": torch.randn(*shape, generator=g)}
 
 
@@ -107,18 +107,18 @@ def resized() -> nn.Module:
 class Residual(nn.Module):
     """A block of a residual network; its BatchNorm changes buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 3) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.nn.functional.gelu(self.norm(self.conv(x)))  # smooth: see t5_deep
 
 
 class ResNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 3) -> None:
         super().__init__()
-        self.blocks, self.head = nn.Sequential(*(Residual() for _ in range(3))), nn.Linear(3, 5)
+        self.blocks, self.head = nn.Sequential(*(Residual(channels) for _ in range(3))), nn.Linear(channels, 5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.head(self.blocks(x).mean((2, 3)))
@@ -176,9 +176,9 @@ class Odd(nn.Module):
 
 
 CASES = {
-    "llama": Case(llama, _tokens(67)),
-    "gpt2": Case(gpt2, _tokens(67)),
-    "bert": Case(bert, _tokens(67)),
+    "llama": Case(llama, tokens(67)),
+    "gpt2": Case(gpt2, tokens(67)),
+    "bert": Case(bert, tokens(67)),
     "vit": Case(
         vit,
         lambda g: {
@@ -186,24 +186,24 @@ CASES = {
             "labels": torch.randint(0, 7, (2,), generator=g),
         },
     ),
-    "t5": Case(t5, _tokens(67)),
-    "conv": Case(ConvNet, _features(4, 3, 10, 10), lambda out: out[1]),
-    "attention": Case(Attention, _features(2, 5, 16), lambda out: out["loss"]),
-    "odd": Case(Odd, _features(4, 8), lambda out: out),
+    "t5": Case(t5, tokens(67)),
+    "conv": Case(ConvNet, features(4, 3, 10, 10), lambda out: out[1]),
+    "attention": Case(Attention, features(2, 5, 16), lambda out: out["loss"]),
+    "odd": Case(Odd, features(4, 8), lambda out: out),
 }
 
 # Fine-tuning: not in the matrix.
 TUNED = {
-    "llama_regions": Case(llama_regions, _tokens(67)),
-    "lora": Case(lora, _tokens(67)),
-    "resized": Case(resized, _tokens(73)),
+    "llama_regions": Case(llama_regions, tokens(67)),
+    "lora": Case(lora, tokens(67)),
+    "resized": Case(resized, tokens(73)),
 }
 
 # With blocks that repeat: not in the matrix.
 DEEP = {
-    **{f"{build.__name__}_deep": Case(functools.partial(build, 3), _tokens(67)) for build in (llama, llama_regions, gpt2, bert)},
+    **{f"{build.__name__}_deep": Case(functools.partial(build, 3), tokens(67)) for build in (llama, llama_regions, gpt2, bert)},
     # Smooth: where a relu's input is zero but for rounding, the gradient is one thing or another.
-    "t5_deep": Case(functools.partial(t5, 3, "gated-gelu"), _tokens(67)),
+    "t5_deep": Case(functools.partial(t5, 3, "gated-gelu"), tokens(67)),
     "vit_deep": Case(functools.partial(vit, 3), CASES["vit"].batch),
     "resnet": Case(ResNet, CASES["conv"].batch, CASES["conv"].loss),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import tempfile
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx import Graph
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard import Config
@@ -32,6 +34,7 @@ from autoshard.cost_model.liveness import CATEGORIES
 from autoshard.cost_model.optimizer import NAMED, like, memory
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.work import Work, flops_of, work_of
+from autoshard.cost_model.workspace import workspace_of
 from autoshard.errors import ClusterError
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
@@ -109,6 +112,54 @@ def grown(step: Any) -> int:
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     found = [e for e in events if e.get("name") == "[memory]"]
     return max(itertools.accumulate(int(e["args"]["Bytes"]) for e in sorted(found, key=lambda e: float(e["ts"]))))
+
+
+CONVOLUTIONS = [
+    (8, 64, 16, 96, 3, 1, 1, True), (8, 64, 16, 64, 1, 1, 1, True), (2, 64, 16, 64, 3, 1, 4, True), (2, 64, 16, 64, 3, 2, 1, True),
+    (8, 64, 16, 96, 3, 1, 1, False), (8, 3, 16, 64, 3, 1, 1, False), (4, 3, 32, 64, 8, 8, 1, False)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "channels", "size", "out", "kernel", "stride", "groups", "inner"), CONVOLUTIONS)
+def test_what_a_convolution_takes_for_a_while(
+    batch: int, channels: int, size: int, out: int, kernel: int, stride: int, groups: int, inner: bool
+) -> None:
+    x, weight = torch.randn(batch, channels, size, size), torch.randn(out, channels // groups, kernel, kernel)
+    padding = kernel // 2 if stride < kernel else 0
+    options = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    y = torch.ops.aten.convolution.default(x, weight, None, *options)
+    for call, arguments in (
+        (torch.ops.aten.convolution.default, (x, weight, None, *options)),
+        (torch.ops.aten.convolution_backward.default, (torch.randn_like(y), x, weight, None, *options, (inner, True, False))),
+    ):
+        node = _called(call, arguments)
+        held = sum(t.nbytes for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
+        step = functools.partial(call, *arguments)
+        step()
+        assert held + workspace_of(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+
+
+def test_what_dropout_and_the_gradient_of_batch_norm_take_for_a_while() -> None:
+    x, of = torch.randn(256, 32), [torch.randn(32) for _ in range(5)]
+    for call, arguments in (
+        (torch.ops.aten.native_dropout.default, (x, 0.1, True)),
+        (torch.ops.aten.native_batch_norm_backward.default, (x, x, *of, True, 1e-5, [True, True, True])),
+    ):
+        node, step = _called(call, arguments), functools.partial(call, *arguments)
+        held = sum(t.nbytes for t in tree_leaves(node.meta["val"]))
+        step()
+        assert held + workspace_of(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+
+
+def _called(call: Any, arguments: tuple[Any, ...]) -> torch.fx.Node:
+    graph = Graph()
+    nodes = [graph.placeholder("x") if isinstance(a, torch.Tensor) else a for a in arguments]
+    for node, value in zip(nodes, arguments):
+        if isinstance(node, torch.fx.Node):
+            node.meta["val"] = value
+    made = graph.call_function(call, tuple(nodes))
+    made.meta["val"] = call(*arguments)
+    return made
 
 
 class Layer(nn.Module):
@@ -246,7 +297,7 @@ def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
 
 def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads() -> None:
     graph, c10d = Graph(), torch.ops._c10d_functional
-    relu = graph.call_function(torch.ops.aten.relu.default, ())
+    relu, other = (graph.call_function(torch.ops.aten.relu.default, ()) for _ in range(2))
     started, wait = (graph.call_function(op, ()) for op in (c10d.all_reduce.default, c10d.wait_tensor.default))
     program = Program()
     sent, got, first, second, third = (program.add(8, "temporaries", i, i + 1) for i in (0, 1, 2, 3, 4))
@@ -255,7 +306,7 @@ def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads()
         Operation(relu, "forward", (), (sent,), code=0),
         Operation(started, "forward", (sent,), (got,), code=0),
         Operation(relu, "forward", (), (first,), code=0),
-        Operation(relu, "forward", (first,), (second,), code=0),
+        Operation(other, "forward", (first,), (second,), code=0),
         Operation(relu, "forward", (second,), (third,), code=1),
         Operation(relu, "forward", (third,), (), code=None),
         Operation(wait, "forward", (got,), (), code=None),
@@ -264,6 +315,38 @@ def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads()
     assert [len(o.parts) for o in fused.operations] == [1, 1, 2, 1, 0, 0]
     assert fused.pieces[first].bytes == 0 and fused.pieces[second].bytes == fused.pieces[third].bytes == 8
     assert fused.pieces[sent].last == 5
+
+
+def test_cheap_values_are_computed_where_they_are_read() -> None:
+    graph = Graph()
+    aten = torch.ops.aten
+    mm, relu, sigmoid = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default, aten.sigmoid.default))
+    program = Program()
+    product, cheap, heavy, *products = (program.add(8, "temporaries", i, i) for i in range(6))
+    program.operations = [
+        Operation(mm, "forward", (), (product,), code=0),
+        Operation(relu, "forward", (product,), (cheap,), code=0),
+        Operation(sigmoid, "forward", (product,), (heavy,), code=0),
+        *(Operation(mm, "forward", (product,), (p,), code=0) for p in products),
+        *(Operation(graph.call_function(aten.add.Tensor, ()), "forward", (cheap, heavy, p), (), code=0) for p in products[:2]),
+    ]
+    for piece, last in ((product, 5), (cheap, 7), (heavy, 7), (products[0], 6), (products[1], 7), (products[2], 5)):
+        program.pieces[piece].last = last
+    fused = fuse(program)
+    assert [o.name for o in fused.operations].count("aten.relu.default") == 0
+    assert fused.pieces[cheap].bytes == 0 and fused.pieces[heavy].bytes == 8
+    readers = [o for o in fused.operations if relu in o.parts]
+    assert readers and all(product in o.reads and heavy in o.reads for o in readers)
+
+
+@pytest.mark.parametrize(("highest", "until"), [(100, 2), (10, 1)])
+def test_dead_memory_waits_for_a_result_of_its_size_while_the_peak_allows(highest: int, until: int) -> None:
+    mm = Graph().call_function(torch.ops.aten.mm.default, ())
+    program = Program()
+    sizes = {0: highest, 1: 8, 2: 9, 3: 8}
+    pieces = [program.add(size, "temporaries", at, at) for at, size in sizes.items()]
+    program.operations = [Operation(mm, "forward", (), (p,), code=0) for p in pieces]
+    assert fuse(program).pieces[1].last == until
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1)), min_size=1, max_size=6), st.floats(0, 1e12), st.floats(0, 1e12))

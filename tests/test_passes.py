@@ -13,6 +13,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
@@ -25,6 +26,7 @@ from autoshard.passes import registry
 from autoshard.passes.base import Context
 from autoshard.passes.choose_zero import make_plan
 from autoshard.passes.dump import Dump
+from autoshard.passes.early_matmuls import EarlyMatmuls
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.runtime.processes import World, build_mesh, name_of_everyone
@@ -172,6 +174,18 @@ def test_a_parameter_used_twice_is_gathered_once_and_reduced_once() -> None:
     model = Tied()
     graphs = rewritten(model, torch.zeros(4, dtype=torch.long), plan_for(model, 2))
     assert len(collectives(graphs["forward"])) == 1 and len(collectives(graphs["backward"])) == 1
+
+
+def test_a_matmul_does_not_wait_for_a_late_sum() -> None:
+    """As the gradient of the head does for that of a tied embedding."""
+
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    gm = make_fx(lambda a, b: (a @ b + torch.sin(a), torch.cos(a) + b @ a), tracing_mode="fake")(a, b)
+    expected = gm(a, b)
+    EarlyMatmuls().run(gm, Context(plan_for(nn.Linear(2, 2), 0)))
+    first, second = gm.graph.output_node().args[0]  # type: ignore[union-attr, misc]
+    assert first.target is torch.ops.aten.squeeze.dim and second.target is torch.ops.aten.add.Tensor
+    assert all(torch.equal(x, y) for x, y in zip(expected, gm(a, b)))
 
 
 class Regions(Blocks):

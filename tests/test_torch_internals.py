@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,28 @@ def test_suppressed_errors_follows_the_config() -> None:
     assert torch_internals.suppressed_errors() is False
     with torch._dynamo.config.patch(suppress_errors=True):
         assert torch_internals.suppressed_errors() is True
+
+
+def test_messages_given_once_do_not_break_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda self, text: said.append(text), raising=False)
+    torch_internals.ignore_messages_given_once()
+    logger = logging.getLogger("a.library")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        logger.warning_once("unusual")  # type: ignore[attr-defined]
+        return y * 2
+
+    assert torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [4, 4] and not said
+
+
+def test_rename_finds_a_free_name() -> None:
+    graph = torch.fx.Graph()
+    first, second = (graph.call_function(torch.relu, ()) for _ in range(2))
+    torch_internals.rename(first, "again")
+    torch_internals.rename(second, "again")
+    assert (first.name, second.name) == ("again", "again_1")
 
 
 def test_fake_tensors_have_no_values() -> None:

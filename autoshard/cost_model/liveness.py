@@ -20,7 +20,8 @@ from autoshard.cost_model.program import Category, Program
 from autoshard.cost_model.sizes import Size
 
 CATEGORIES: tuple[Category, ...] = (
-    "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication"
+    "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
+    "workspace",
 )
 Point = Mapping[sympy.Symbol, float]
 

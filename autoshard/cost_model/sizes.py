@@ -27,3 +27,8 @@ def product(numbers: Iterable[Any]) -> Size:
 def bytes_of(tensor: Tensor) -> Size:
     """Bytes of the memory that an operation takes for a tensor of this shape."""
     return product(tensor.shape) * tensor.element_size()
+
+
+def larger(a: Size, b: Size) -> Size:
+    """The maximum of two."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else sympy.Max(a, b)

@@ -55,6 +55,14 @@ def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
 
 
+def name_repeated(backward: GraphModule) -> None:
+    """Names what a backward graph computes again after its block, for dumps: "layers_3_again_mm"."""
+    for node in backward.graph.nodes:
+        block = graphs.block_of(node)
+        if node.op == "call_function" and block is not None and not torch_internals.is_backward(node):
+            torch_internals.rename(node, f"{block.replace('.', '_')}_again_{op_name(node)}")
+
+
 def values_of_blocks(joint: GraphModule, backward: set[Node]) -> dict[str | None, list[Node]]:
     """What forward computes, in order, by block; gathered parameters and sizes left out. Nothing of an inference graph."""
     blocks: dict[str | None, list[Node]] = defaultdict(list)

@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
 from autoshard.passes.bucket import Bucket
+from autoshard.passes.early_matmuls import EarlyMatmuls
 from autoshard.passes.hoist_unshards import HoistUnshards
 from autoshard.passes.inline_regions import InlineRegions
 from autoshard.passes.lower import Lower
@@ -25,13 +26,13 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Recompute,
-        Bucket, Lower, Overlap
+        Bucket, Lower, Overlap, EarlyMatmuls
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,recompute,bucket,lower,"
-    "overlap"
+    "overlap,early_matmuls"
 )
 
 

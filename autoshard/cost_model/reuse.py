@@ -1,0 +1,94 @@
+"""Which dead buffers Inductor keeps for results to come.
+
+[Note: Reuse] Before it writes a graph's code, Inductor looks at each allocation whether a buffer of the same size died
+before. If so that one is kept until then instead of freed, as long as the graph's highest moment, by Inductor's own
+count, stays as high as it is: a count that knows nothing of results written over inputs. So memory that is free by
+liveness is held; by as much as that count is above what is there. Seen: torch 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost_model.program import Operation, Program
+
+_OUTSIDE = ("parameters", "buffers", "inputs", "optimizer")
+
+
+def count(program: Program) -> dict[int, NDArray[np.int64]]:
+    """Inductor's count of each graph: bytes at each operation, by the graph's number. Made before `keep_for_reuse`, and
+    before results take inputs' places."""
+    return {code: _bytes_at(program, positions) for code, positions in graphs_of(program).items()}
+
+
+def graphs_of(program: Program) -> dict[int, range]:
+    """Where each graph that code is generated of lies, by number."""
+    runs = itertools.groupby(range(len(program.operations)), lambda i: program.operations[i].code)
+    found = {code: list(positions) for code, positions in runs if code is not None}
+    return {code: range(positions[0], positions[-1] + 1) for code, positions in found.items()}
+
+
+def _bytes_at(program: Program, positions: range) -> NDArray[np.int64]:
+    change = np.zeros(len(positions) + 1, dtype=np.int64)
+    for piece in program.pieces:
+        if piece.last < positions.start or piece.made >= positions.stop or piece.category in _OUTSIDE:
+            continue
+        change[max(piece.made - positions.start, 0)] += int(piece.bytes)
+        change[min(piece.last + 1, positions.stop) - positions.start] -= int(piece.bytes)
+    return change.cumsum()[:-1]
+
+
+def keep_for_reuse(
+    program: Program,
+    counts: dict[int, NDArray[np.int64]],
+    placed: dict[int, int],
+    allocates: Callable[[Operation], bool],
+) -> None:
+    """Lets dead pieces live until a result takes their memory.
+
+    placed: results that lie in an input's memory already, with that input. allocates: whether generated code allocates
+    what an operation makes.
+    """
+    for code, positions in graphs_of(program).items():
+        _keep(program, positions, counts[code], placed, allocates)
+
+
+def _keep(
+    program: Program,
+    positions: range,
+    count: NDArray[np.int64],
+    placed: dict[int, int],
+    allocates: Callable[[Operation], bool],
+) -> None:
+    free: dict[int, list[int]] = {}  # by size: pieces that died, the latest last
+    highest, handed_on = int(count.max(initial=0)), set(placed.values())
+    for at in positions:
+        operation = program.operations[at]
+        if allocates(operation):
+            for piece in operation.makes:
+                if piece not in placed:
+                    _take(program, piece, free, count, highest, positions.start)
+        for piece in dict.fromkeys((*operation.reads, *operation.makes)):
+            found = program.pieces[piece]
+            if found.last == at and found.made >= positions.start and piece not in handed_on:
+                free.setdefault(int(found.bytes), []).append(piece)
+
+
+def _take(
+    program: Program, piece: int, free: dict[int, list[int]], count: NDArray[np.int64], highest: int, start: int
+) -> None:
+    """Gives a result the memory of the latest dead piece of its size, if it may be kept until then."""
+    made = program.pieces[piece]
+    candidates = free.get(int(made.bytes), [])
+    if not candidates or not made.bytes:
+        return
+    dead = program.pieces[candidates[-1]]
+    between = slice(dead.last + 1 - start, made.made - start)
+    if count[between].max(initial=0) + int(made.bytes) <= highest or dead.last + 1 == made.made:
+        count[between] += int(made.bytes)
+        dead.last = made.made - 1
+        candidates.pop()

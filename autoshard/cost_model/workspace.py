@@ -1,0 +1,66 @@
+"""Memory that a kernel takes while it runs, beside what it gives.
+
+oneDNN, which torch runs convolutions with on CPUs, works on blocked layouts: what it is given is copied into them, and what
+it gives out of them, unless the kernel is of one element. An input of few channels is taken as it is. Channels-last
+tensors it takes too; only the weight's gradient is copied out. Seen on torch 2.13; `tests/test_cost_model.py` measures it. Gradients of strided, grouped or few channels are padded
+in ways that are not told here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autoshard.cost_model.program import Program
+from autoshard.cost_model.sizes import Size, bytes_of, larger, product
+from autoshard.cost_model.work import op_name
+
+FEW_CHANNELS = 3
+STATE = torch.get_rng_state().nbytes
+
+
+def add_workspaces(program: Program, channels_last: bool) -> None:
+    """Puts what the CPU's kernels take for a while into the program. channels_last: of all convolutions' tensors."""
+    for at, operation in enumerate(program.operations):
+        size = workspace_of(operation.node, channels_last)
+        if size:
+            program.add(size, "workspace", at, at, operation.name)
+
+
+def workspace_of(node: Node, channels_last: bool) -> Size:
+    """Bytes that a call takes above what it gives, at its highest moment. channels_last: of a convolution's tensors."""
+    given: list[Any] = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
+    repeated = [i for i, a in enumerate(given) if hasattr(a, "overloadpacket")]
+    if not repeated:
+        return _of_call(op_name(node), given, node, channels_last)
+    at = repeated[0]  # a random op that gives what it gave before; the generator's own state is put aside meanwhile
+    return STATE + _of_call(given[at].overloadpacket.__name__, given[at + 1 :], node, channels_last)
+
+
+def _of_call(name: str, given: list[Any], node: Node, channels_last: bool) -> Size:
+    if name in ("convolution", "convolution_backward"):
+        return _convolution(node, given, name == "convolution_backward", channels_last)
+    if name == "native_dropout":
+        return product(given[0].shape) * 4  # its mask is drawn as integers
+    if name == "native_batch_norm_backward":
+        return bytes_of(given[1])
+    return 0
+
+
+def _convolution(node: Node, given: list[Any], backward: bool, channels_last: bool) -> Size:
+    x, weight, _, stride = given[backward : backward + 4]
+    wanted = given[-1] if backward else (False, False)
+    if all(size == 1 for size in (*weight.shape[2:], *stride)):
+        return 0
+    w = bytes_of(weight)
+    if channels_last:
+        return 2 * w if wanted[1] else 0
+    blocked = bytes_of(x) if x.shape[1] > FEW_CHANNELS else 0
+    if not backward:
+        return larger(blocked + w, bytes_of(node.meta["val"]))
+    dy, dx, dw = bytes_of(given[0]), bytes_of(x) if wanted[0] else 0, w if wanted[1] else 0
+    of_input = larger(dy + w + dx, 2 * dx) if wanted[0] else 0  # it comes first, and is there when the weight's is made
+    of_weight = dx + larger(blocked + dy + dw, 2 * dw) if wanted[1] else 0
+    return larger(of_input, of_weight) - dx - dw
