@@ -12,51 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
-
-from torch import Tag
 
 from autoshard.cost_model import reuse
+from autoshard.cost_model.generated import fusible
+from autoshard.cost_model.grouping import Kernels
 from autoshard.cost_model.inlining import inline
 from autoshard.cost_model.program import Operation, Piece, Program
-from autoshard.cost_model.sizes import Size
-from autoshard.cost_model.work import kind_of
-
-_REDUCTIONS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "sum.dim_IntList", "sum.default", "mean.dim", "mean.default", "amax.default", "amin.default", "var_mean.correction",
-        "any.dim", "any.default", "var.correction", "prod.dim_int", "argmax.default", "argmin.default"
-    )
-)
-_MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "clone.default", "copy.default", "copy_.default", "cat.default", "embedding.default", "gather.default", "index.Tensor",
-        "full.default", "full_like.default", "arange.default", "iota.default", "constant_pad_nd.default", "index_select.default",
-        "slice_scatter.default", "select_scatter.default", "zeros.default", "scalar_tensor.default", "empty.memory_format",
-        "scatter.value", "new_zeros.default", "ones.default", "where.self"
-    )
-) | {"prims.iota.default", "prims.convert_element_type.default", "prims.inductor_random.default"}
-
-
-_NEAR = 64  # how many operations apart Inductor still joins kernels that need not be one
-
-
-def fusible(operation: Operation) -> bool:
-    """True of what Inductor generates code for, so that it can share a kernel with others."""
-    name = operation.name
-    tags = getattr(operation.node.target, "tags", ())
-    return Tag.pointwise in tags or name in _REDUCTIONS or name in _MOVES or name.startswith("prims.")
-
-
-def _reduces(operation: Operation) -> bool:
-    return operation.name in _REDUCTIONS
 
 
 def fuse(program: Program) -> Program:
     """The program after fusion; each kernel stands in it as one operation, by the name of its last."""
-    program, gone = inline(program, fusible, _reduces)
+    program, gone = inline(program)
     out = Program()
     moved: dict[int, int] = {}  # where the operation at a position of the old program ended up
     inner = {p for i in gone for p in program.operations[i].makes}
@@ -70,7 +36,7 @@ def fuse(program: Program) -> Program:
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
     _follow_readers(out, moved, program, gone)
     counts = reuse.count(out)
-    reuse.keep_for_reuse(out, counts, _in_place(out), _allocates)
+    reuse.keep_for_reuse(out, counts, _in_place(out))
     _channels_last(out)
     return out
 
@@ -84,7 +50,7 @@ def _alone(program: Program, positions: Iterable[int]) -> Placed:
 
 def _generated(program: Program, positions: list[int], inner: set[int]) -> Placed:
     """The kernels of one graph, whose inner pieces are put into `inner`."""
-    kernels = _Kernels(program, positions)
+    kernels = Kernels(program, positions)
     inner |= kernels.inner
     for members in kernels.in_order():
         yield members, _merged(program, [program.operations[i] for i in members], kernels.inner)
@@ -138,11 +104,6 @@ def _in_place(out: Program) -> dict[int, int]:
     return placed
 
 
-def _allocates(operation: Operation) -> bool:
-    """Kernels of its own and matmuls write to where generated code says; other calls of libraries allocate."""
-    return fusible(operation) or kind_of(operation.node) == "matmul"
-
-
 def _channels_last(out: Program) -> None:
     """Inductor lets convolutions work on channels-last tensors; what comes from outside is copied to that at the start,
     for all of them, backward's too."""
@@ -157,113 +118,3 @@ def _channels_last(out: Program) -> None:
 
 def _dies(piece: Piece, at: int) -> bool:
     return piece.last == at and 0 <= piece.made < at and not piece.seen
-
-
-class _Kernels:
-    """Which operations of one graph become one kernel. inner: the pieces that are never stored."""
-
-    def __init__(self, program: Program, positions: list[int]) -> None:
-        self.program, self.positions = program, positions
-        self.maker = {p: i for i in positions for p in program.operations[i].makes}
-        self.fusible = {i: fusible(program.operations[i]) for i in positions}
-        self.level = self._levels()
-        self.readers: dict[int, list[int]] = {}
-        for i in positions:
-            for piece in program.operations[i].reads:
-                self.readers.setdefault(piece, []).append(i)
-        self.inner = {p for p, i in self.maker.items() if self._is_inner(p, i)}
-        self.kernel = self._connected()
-        self.members: dict[int, list[int]] = {}
-        for i, kernel in self.kernel.items():
-            self.members.setdefault(kernel, []).append(i)
-        self._side_by_side()
-
-    def _levels(self) -> dict[int, int]:
-        """How many library calls lie, one behind the other, before each operation."""
-        level: dict[int, int] = {}
-        for i in self.positions:
-            before = [self.maker[p] for p in self.program.operations[i].reads if p in self.maker]
-            level[i] = max((level[b] + (not (self.fusible[i] and self.fusible[b])) for b in before), default=0)
-        return level
-
-    def _is_inner(self, piece: int, maker: int) -> bool:
-        readers = self.readers.get(piece, [])
-        stays = self.program.pieces[piece].last > max(readers, default=-1)
-        alike = all(self.fusible[r] and self.level[r] == self.level[maker] for r in readers)
-        return self.fusible[maker] and bool(readers) and alike and not stays
-
-    def _connected(self) -> dict[int, int]:
-        """Each operation's kernel: operations that hand an inner piece to each other share one, named by the first."""
-        parent = {i: i for i in self.positions}
-
-        def root(i: int) -> int:
-            while parent[i] != i:
-                i = parent[i]
-            return i
-
-        for piece in self.inner:
-            for reader in self.readers[piece]:
-                a, b = sorted((root(self.maker[piece]), root(reader)))
-                parent[b] = a
-        return {i: root(i) for i in self.positions}
-
-    def _side_by_side(self) -> None:
-        """Pointwise kernels of one size that read a tensor of that size, and do not need each other, become one."""
-        for piece, readers in self.readers.items():
-            size, first = self.program.pieces[piece].bytes, cast("int | None", None)
-            for kernel in dict.fromkeys(self.kernel[r] for r in readers):
-                if self._size(kernel) == size:
-                    first = self._joined(first, kernel)
-
-    def _joined(self, first: int | None, kernel: int) -> int:
-        """One kernel of both, if that can be; else the later one."""
-        if first is None or abs(kernel - first) > _NEAR or self._needs(kernel, first) or self._needs(first, kernel):
-            return kernel
-        stays, goes = sorted((first, kernel))
-        self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
-        self.kernel.update(dict.fromkeys(self.members[stays], stays))
-        return stays
-
-    def _size(self, kernel: int) -> Size:
-        """Bytes of each result of a pointwise kernel; 0 of others, and of one whose results differ."""
-        members = [self.program.operations[i] for i in self.members[kernel]]
-        if not all(fusible(o) and not _reduces(o) for o in members):
-            return 0
-        sizes = {self.program.pieces[p].bytes for o in members for p in o.makes if p not in self.inner}
-        return sizes.pop() if len(sizes) == 1 else 0
-
-    def _needs(self, kernel: int, other: int) -> bool:
-        """Whether a kernel reads what comes of another."""
-        todo, seen = [kernel], {kernel}
-        while todo:
-            found = set(self._sources(self.members[todo.pop()])) - seen
-            if other in found:
-                return True
-            seen |= found
-            todo += [k for k in found if self.members[k][-1] > other]
-        return False
-
-    def in_order(self) -> Iterable[list[int]]:
-        """Kernels as lists of positions: each at its first operation, or behind the kernels that it reads from."""
-        done: set[int] = set()
-        for first in sorted(self.members):
-            yield from self._visit(first, self.members, done)
-
-    def _visit(self, kernel: int, members: dict[int, list[int]], done: set[int]) -> Iterable[list[int]]:
-        todo = [kernel]
-        while todo:
-            current = todo[-1]
-            if current in done:
-                todo.pop()
-                continue
-            waiting = [k for k in self._sources(members[current]) if k not in done and k != current and k not in todo]
-            if waiting:
-                todo.extend(waiting)
-                continue
-            done.add(current)
-            todo.pop()
-            yield members[current]
-
-    def _sources(self, positions: list[int]) -> list[int]:
-        reads = [p for i in positions for p in self.program.operations[i].reads]
-        return [self.kernel[self.maker[p]] for p in reads if p in self.maker]

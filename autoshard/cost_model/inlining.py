@@ -8,12 +8,12 @@ long arithmetic; or it is made of more than a dozen tensors. So what it is made 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from autoshard.cost_model.generated import fusible, reduces
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.work import op_name
 
@@ -30,7 +30,7 @@ class _Value:
     calls: tuple[Node, ...]
 
 
-def inline(program: Program, fusible: Callable[[Operation], bool], reduces: Callable[[Operation], bool]) -> tuple[Program, set[int]]:
+def inline(program: Program) -> tuple[Program, set[int]]:
     """The program with inlined values in their readers, and the positions of the operations that are gone with them.
     Their pieces stay, by number, and nothing reads them."""
     readers: dict[int, list[int]] = {}
@@ -40,23 +40,23 @@ def inline(program: Program, fusible: Callable[[Operation], bool], reduces: Call
     values: dict[int, _Value] = {}
     operations, gone = list(program.operations), set[int]()
     for at, operation in enumerate(program.operations):
-        if operation.code is None or not fusible(operation):
-            continue
-        value = _value_of(operation, values)
-        operations[at] = replace(operation, reads=value.reads, parts=value.calls if value.calls[1:] else ())
-        if reduces(operation) or not _pointwise(operation):
-            continue
-        (made,) = operation.makes
-        reading = [program.operations[r] for r in readers.get(made, [])]
-        inside = bool(reading) and program.pieces[made].last <= readers[made][-1]
-        if inside and all(r.code == operation.code and fusible(r) for r in reading) and not _stored(value, len(reading)):
-            values[made] = value
-            gone.add(at)
+        if operation.code is not None and fusible(operation):
+            value = _value_of(operation, values)
+            operations[at] = replace(operation, reads=value.reads, parts=value.calls if value.calls[1:] else ())
+            if _is_inlined(program, operation, value, readers):
+                values[operation.makes[0]] = value
+                gone.add(at)
     return replace(program, operations=operations), gone
 
 
-def _pointwise(operation: Operation) -> bool:
-    return len(operation.makes) == 1 and op_name(operation.node) not in _STORED
+def _is_inlined(program: Program, operation: Operation, value: _Value, readers: dict[int, list[int]]) -> bool:
+    if len(operation.makes) != 1 or reduces(operation) or op_name(operation.node) in _STORED:
+        return False
+    (made,) = operation.makes
+    reading = readers.get(made, [])
+    inside = bool(reading) and program.pieces[made].last <= reading[-1]
+    generated = all(r.code == operation.code and fusible(r) for r in (program.operations[i] for i in reading))
+    return inside and generated and not _is_stored(value, len(reading))
 
 
 def _value_of(operation: Operation, values: dict[int, _Value]) -> _Value:
@@ -66,7 +66,7 @@ def _value_of(operation: Operation, values: dict[int, _Value]) -> _Value:
     return _Value(tuple(reads), (*calls, operation.node))
 
 
-def _stored(value: _Value, readers: int) -> bool:
+def _is_stored(value: _Value, readers: int) -> bool:
     length = len(value.reads) + sum(1 + _constants(c) for c in value.calls)
     if readers > 1:
         heavy = any(op_name(c) in _HEAVY for c in value.calls)

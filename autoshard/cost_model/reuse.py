@@ -9,12 +9,12 @@ liveness is held; by as much as that count is above what is there. Seen: torch 2
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.generated import allocated
+from autoshard.cost_model.program import Program
 
 _OUTSIDE = ("parameters", "buffers", "inputs", "optimizer")
 
@@ -42,33 +42,19 @@ def _bytes_at(program: Program, positions: range) -> NDArray[np.int64]:
     return change.cumsum()[:-1]
 
 
-def keep_for_reuse(
-    program: Program,
-    counts: dict[int, NDArray[np.int64]],
-    placed: dict[int, int],
-    allocates: Callable[[Operation], bool],
-) -> None:
-    """Lets dead pieces live until a result takes their memory.
-
-    placed: results that lie in an input's memory already, with that input. allocates: whether generated code allocates
-    what an operation makes.
-    """
+def keep_for_reuse(program: Program, counts: dict[int, NDArray[np.int64]], placed: dict[int, int]) -> None:
+    """Lets dead pieces live until a result takes their memory. placed: results that lie in an input's memory already,
+    with that input."""
     for code, positions in graphs_of(program).items():
-        _keep(program, positions, counts[code], placed, allocates)
+        _keep(program, positions, counts[code], placed)
 
 
-def _keep(
-    program: Program,
-    positions: range,
-    count: NDArray[np.int64],
-    placed: dict[int, int],
-    allocates: Callable[[Operation], bool],
-) -> None:
+def _keep(program: Program, positions: range, count: NDArray[np.int64], placed: dict[int, int]) -> None:
     free: dict[int, list[int]] = {}  # by size: pieces that died, the latest last
     highest, handed_on = int(count.max(initial=0)), set(placed.values())
     for at in positions:
         operation = program.operations[at]
-        if allocates(operation):
+        if allocated(operation):
             for piece in operation.makes:
                 if piece not in placed:
                     _take(program, piece, free, count, highest, positions.start)

@@ -1,0 +1,43 @@
+"""What Inductor generates code for."""
+
+from __future__ import annotations
+
+from torch import Tag
+
+from autoshard.cost_model.program import Operation
+from autoshard.cost_model.work import kind_of
+
+_REDUCTIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "sum.dim_IntList", "sum.default", "mean.dim", "mean.default", "amax.default", "amin.default", "var_mean.correction",
+        "any.dim", "any.default", "var.correction", "prod.dim_int", "argmax.default", "argmin.default"
+    )
+)
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "clone.default", "copy.default", "copy_.default", "cat.default", "embedding.default", "gather.default", "index.Tensor",
+        "full.default", "full_like.default", "arange.default", "iota.default", "constant_pad_nd.default", "index_select.default",
+        "slice_scatter.default", "select_scatter.default", "zeros.default", "scalar_tensor.default", "empty.memory_format",
+        "scatter.value", "new_zeros.default", "ones.default", "where.self"
+    )
+) | {"prims.iota.default", "prims.convert_element_type.default", "prims.inductor_random.default"}
+
+
+def fusible(operation: Operation) -> bool:
+    """True of what Inductor generates code for, so that it can share a kernel with others."""
+    name = operation.name
+    tags = getattr(operation.node.target, "tags", ())
+    return Tag.pointwise in tags or name in _REDUCTIONS or name in _MOVES or name.startswith("prims.")
+
+
+def reduces(operation: Operation) -> bool:
+    """True of a sum or the like over elements."""
+    return operation.name in _REDUCTIONS
+
+
+def allocated(operation: Operation) -> bool:
+    """True if generated code allocates what the operation makes: its own kernels and matmuls write to where it says, other
+    calls of libraries allocate themselves."""
+    return fusible(operation) or kind_of(operation.node) == "matmul"

@@ -1,0 +1,122 @@
+"""Which operations of one graph become one kernel ([Note: Fusion])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from autoshard.cost_model.generated import fusible, reduces
+from autoshard.cost_model.program import Program
+from autoshard.cost_model.sizes import Size
+
+_NEAR = 64  # how many operations apart Inductor still joins kernels that need not be one
+
+
+class Kernels:
+    """Of the operations at these positions. inner: the pieces that are never stored."""
+
+    def __init__(self, program: Program, positions: list[int]) -> None:
+        self.program, self.positions = program, positions
+        self.maker = {p: i for i in positions for p in program.operations[i].makes}
+        self.fusible = {i: fusible(program.operations[i]) for i in positions}
+        self.level = self._levels()
+        self.readers: dict[int, list[int]] = {}
+        for i in positions:
+            for piece in program.operations[i].reads:
+                self.readers.setdefault(piece, []).append(i)
+        self.inner = {p for p, i in self.maker.items() if self._is_inner(p, i)}
+        self.kernel = self._connected()
+        self.members: dict[int, list[int]] = {}
+        for i, kernel in self.kernel.items():
+            self.members.setdefault(kernel, []).append(i)
+        self._side_by_side()
+
+    def _levels(self) -> dict[int, int]:
+        """How many library calls lie, one behind the other, before each operation."""
+        level: dict[int, int] = {}
+        for i in self.positions:
+            before = [self.maker[p] for p in self.program.operations[i].reads if p in self.maker]
+            level[i] = max((level[b] + (not (self.fusible[i] and self.fusible[b])) for b in before), default=0)
+        return level
+
+    def _is_inner(self, piece: int, maker: int) -> bool:
+        readers = self.readers.get(piece, [])
+        stays = self.program.pieces[piece].last > max(readers, default=-1)
+        alike = all(self.fusible[r] and self.level[r] == self.level[maker] for r in readers)
+        return self.fusible[maker] and bool(readers) and alike and not stays
+
+    def _connected(self) -> dict[int, int]:
+        """Each operation's kernel: operations that hand an inner piece to each other share one, named by the first."""
+        parent = {i: i for i in self.positions}
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                i = parent[i]
+            return i
+
+        for piece in self.inner:
+            for reader in self.readers[piece]:
+                a, b = sorted((root(self.maker[piece]), root(reader)))
+                parent[b] = a
+        return {i: root(i) for i in self.positions}
+
+    def _side_by_side(self) -> None:
+        """Pointwise kernels of one size that read a tensor of that size, and do not need each other, become one."""
+        for piece, readers in self.readers.items():
+            size, first = self.program.pieces[piece].bytes, cast("int | None", None)
+            for kernel in dict.fromkeys(self.kernel[r] for r in readers):
+                if self._size(kernel) == size:
+                    first = self._joined(first, kernel)
+
+    def _joined(self, first: int | None, kernel: int) -> int:
+        """One kernel of both, if that can be; else the later one."""
+        if first is None or abs(kernel - first) > _NEAR or self._needs(kernel, first) or self._needs(first, kernel):
+            return kernel
+        stays, goes = sorted((first, kernel))
+        self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
+        self.kernel.update(dict.fromkeys(self.members[stays], stays))
+        return stays
+
+    def _size(self, kernel: int) -> Size:
+        """Bytes of each result of a pointwise kernel; 0 of others, and of one whose results differ."""
+        members = [self.program.operations[i] for i in self.members[kernel]]
+        if not all(fusible(o) and not reduces(o) for o in members):
+            return 0
+        sizes = {self.program.pieces[p].bytes for o in members for p in o.makes if p not in self.inner}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def _needs(self, kernel: int, other: int) -> bool:
+        """Whether a kernel reads what comes of another."""
+        todo, seen = [kernel], {kernel}
+        while todo:
+            found = set(self._sources(self.members[todo.pop()])) - seen
+            if other in found:
+                return True
+            seen |= found
+            todo += [k for k in found if self.members[k][-1] > other]
+        return False
+
+    def in_order(self) -> Iterable[list[int]]:
+        """Kernels as lists of positions: each at its first operation, or behind the kernels that it reads from."""
+        done: set[int] = set()
+        for first in sorted(self.members):
+            yield from self._visit(first, self.members, done)
+
+    def _visit(self, kernel: int, members: dict[int, list[int]], done: set[int]) -> Iterable[list[int]]:
+        todo = [kernel]
+        while todo:
+            current = todo[-1]
+            if current in done:
+                todo.pop()
+                continue
+            waiting = [k for k in self._sources(members[current]) if k not in done and k != current and k not in todo]
+            if waiting:
+                todo.extend(waiting)
+                continue
+            done.add(current)
+            todo.pop()
+            yield members[current]
+
+    def _sources(self, positions: list[int]) -> list[int]:
+        reads = [p for i in positions for p in self.program.operations[i].reads]
+        return [self.kernel[self.maker[p]] for p in reads if p in self.maker]
