@@ -148,7 +148,8 @@ def test_results_are_bitwise_those_without(make: type[nn.Module], policy: Any) -
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-@pytest.mark.parametrize("make", [Stack, in_full(Deep)])
+@pytest.mark.full
+@pytest.mark.parametrize("make", [Stack, Deep])
 def test_it_composes_with_other_shapes_evaluation_and_accumulation(make: type[nn.Module]) -> None:
     plan = _plan(_forecaster(make(), _x()))
     again = replace(plan, recompute=tuple((f"layers.{i}", "full") for i in range(len(make().layers))))  # type: ignore[arg-type]

@@ -62,7 +62,27 @@ def _merged(program: Program, members: list[Operation], inner: set[int]) -> Oper
     makes = tuple(p for p in made if p not in inner)
     read_bytes, made_bytes = (tuple(program.pieces[p].bytes for p in pieces) for pieces in (reads, makes))
     parts = tuple(dict.fromkeys(part for o in members for part in (o.parts or (o.node,))))
-    return replace(members[-1], reads=reads, makes=makes, parts=parts, read_bytes=read_bytes, made_bytes=made_bytes)
+    return replace(
+        members[-1], reads=reads, makes=makes, parts=parts, read_bytes=read_bytes, made_bytes=made_bytes, over=_over(members)
+    )
+
+
+def _over(members: list[Operation]) -> dict[int, tuple[int, ...]]:
+    """Whose place each result of a kernel's members could take: that of what the member reads and nobody else in the kernel
+    but those whose results it needs."""
+    maker = {p: i for i, o in enumerate(members) for p in o.makes}
+    readers: dict[int, set[int]] = {}
+    before: list[set[int]] = []
+    for i, operation in enumerate(members):
+        direct = {maker[p] for p in operation.reads if p in maker}
+        before.append({i}.union(direct, *(before[d] for d in direct)))
+        for piece in operation.reads:
+            readers.setdefault(piece, set()).add(i)
+    return {
+        made: tuple(p for p in operation.reads if p not in maker and readers[p] <= before[i])
+        for i, operation in enumerate(members)
+        for made in operation.makes
+    }
 
 
 def _moved(piece: Piece, moved: dict[int, int], inner: bool) -> Piece:
@@ -96,7 +116,8 @@ def _in_place(out: Program) -> dict[int, int]:
             continue
         dying = [p for p in operation.reads if _dies(out.pieces[p], at)]
         for made in operation.makes:
-            fitting = [p for p in dying if out.pieces[p].bytes == out.pieces[made].bytes]
+            over = operation.over[made]
+            fitting = [p for p in dying if p in over and out.pieces[p].bytes == out.pieces[made].bytes]
             if fitting:
                 dying.remove(fitting[0])
                 out.pieces[fitting[0]].last = at - 1
