@@ -166,7 +166,11 @@ def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
             one.take_steps()
     for one in served:
         one.end()
-    return [{**asdict(one.point), "peak": one.peak, "step": statistics.median(one.seconds)} for one in served]
+    return [_row(one.point, one.peak, statistics.median(one.seconds)) for one in served]
+
+
+def _row(point: Point, peak: int, step: float) -> dict[str, Any]:
+    return {"model": point.model, "way": point.way, "label": point.label, "predicted": point.predicted, "peak": peak, "step": step}
 
 
 def at_no_more(peak: float, rows: list[dict[str, Any]]) -> float:
@@ -178,8 +182,8 @@ def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     """Markdown: a table for each model, times as ratios to the point that saves all, of autoshard."""
     lines = [
         f"Peak and step time on {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
-        f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is autoshard's time, at no more "
-        "than that way's peak, divided by that way's time. Written by "
+        f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is "
+        "autoshard's time, at no more than that way's peak, divided by that way's time. Written by "
         "`python bench/recompute.py`.",
     ]
     for model in dict.fromkeys(r["model"] for r in rows):
