@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 from autoshard.cost_model.generated import fusible, reduces
 from autoshard.cost_model.program import Program
@@ -63,7 +62,8 @@ class Kernels:
     def _side_by_side(self) -> None:
         """Pointwise kernels of one size that read a tensor of that size, and do not need each other, become one."""
         for piece, readers in self.readers.items():
-            size, first = self.program.pieces[piece].bytes, cast("int | None", None)
+            size = self.program.pieces[piece].bytes
+            first: int | None = None
             for kernel in dict.fromkeys(self.kernel[r] for r in readers):
                 if self._size(kernel) == size:
                     first = self._joined(first, kernel)
@@ -100,22 +100,22 @@ class Kernels:
         """Kernels as lists of positions: each at its first operation, or behind the kernels that it reads from."""
         done: set[int] = set()
         for first in sorted(self.members):
-            yield from self._visit(first, self.members, done)
+            yield from self._visit(first, done)
 
-    def _visit(self, kernel: int, members: dict[int, list[int]], done: set[int]) -> Iterable[list[int]]:
+    def _visit(self, kernel: int, done: set[int]) -> Iterable[list[int]]:
         todo = [kernel]
         while todo:
             current = todo[-1]
             if current in done:
                 todo.pop()
                 continue
-            waiting = [k for k in self._sources(members[current]) if k not in done and k != current and k not in todo]
+            waiting = [k for k in self._sources(self.members[current]) if k not in done and k != current and k not in todo]
             if waiting:
                 todo.extend(waiting)
                 continue
             done.add(current)
             todo.pop()
-            yield members[current]
+            yield self.members[current]
 
     def _sources(self, positions: list[int]) -> list[int]:
         reads = [p for i in positions for p in self.program.operations[i].reads]

@@ -19,17 +19,14 @@ from autoshard.cost_model.program import Program
 _OUTSIDE = ("parameters", "buffers", "inputs", "optimizer")
 
 
-def count(program: Program) -> dict[int, NDArray[np.int64]]:
-    """Inductor's count of each graph: bytes at each operation, by the graph's number. Made before `keep_for_reuse`, and
-    before results take inputs' places."""
-    return {code: _bytes_at(program, positions) for code, positions in graphs_of(program).items()}
+Counts = dict[range, NDArray[np.int64]]  # by where a graph that code is generated of lies: bytes at each of its operations
 
 
-def graphs_of(program: Program) -> dict[int, range]:
-    """Where each graph that code is generated of lies, by number."""
+def count(program: Program) -> Counts:
+    """Inductor's count. Made before `keep_for_reuse`, and before results take inputs' places."""
     runs = itertools.groupby(range(len(program.operations)), lambda i: program.operations[i].code)
-    found = {code: list(positions) for code, positions in runs if code is not None}
-    return {code: range(positions[0], positions[-1] + 1) for code, positions in found.items()}
+    found = [list(positions) for code, positions in runs if code is not None]
+    return {graph: _bytes_at(program, graph) for graph in (range(f[0], f[-1] + 1) for f in found)}
 
 
 def _bytes_at(program: Program, positions: range) -> NDArray[np.int64]:
@@ -42,11 +39,11 @@ def _bytes_at(program: Program, positions: range) -> NDArray[np.int64]:
     return change.cumsum()[:-1]
 
 
-def keep_for_reuse(program: Program, counts: dict[int, NDArray[np.int64]], placed: dict[int, int]) -> None:
+def keep_for_reuse(program: Program, counts: Counts, placed: dict[int, int]) -> None:
     """Lets dead pieces live until a result takes their memory. placed: results that lie in an input's memory already,
     with that input."""
-    for code, positions in graphs_of(program).items():
-        _keep(program, positions, counts[code], placed)
+    for graph, count in counts.items():
+        _keep(program, graph, count, placed)
 
 
 def _keep(program: Program, positions: range, count: NDArray[np.int64], placed: dict[int, int]) -> None:

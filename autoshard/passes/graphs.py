@@ -133,15 +133,27 @@ def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
     return made
 
 
-def inline(gm: GraphModule, node: Node, ops: GraphModule) -> list[Node] | Node:
-    """Puts the ops, traced of this call or one like it, in front of it; returns what takes its place. Each remembers what
-    it was a part of."""
+def inline(gm: GraphModule, node: Node, ops: GraphModule) -> None:
+    """Puts the ops, traced of this call or one like it, in the place of it. Each remembers what it was a part of."""
     with gm.graph.inserting_before(node):
         copies = dict(zip(ops.graph.find_nodes(op="placeholder"), _tensors(node)))
-        result = gm.graph.graph_copy(ops.graph, copies)
+        result: Any = gm.graph.graph_copy(ops.graph, copies)
     for copied in set(copies.values()) - set(_tensors(node)):
         copied.meta["part_of"] = str(node.target)
-    return result  # type: ignore[return-value]
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+        gm.graph.erase_node(node)
+    else:
+        _take_items(gm, node, result)
+
+
+def _take_items(gm: GraphModule, call: Node, results: Sequence[Node]) -> None:
+    """Each of these takes the place of that item of what the call gave; the call goes."""
+    for item in list(call.users):
+        assert item.target is operator.getitem
+        item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+        gm.graph.erase_node(item)
+    gm.graph.erase_node(call)
 
 
 def block_of(node: Node) -> str | None:
@@ -160,13 +172,9 @@ def inline_body(gm: GraphModule, call: Node, body: GraphModule, given: Sequence[
         copied.meta["nn_module_stack"] = call.meta.get("nn_module_stack", {})
         if copied.op in ("get_attr", "call_module"):
             copied.target = names[str(copied.target)]
-    for item in list(call.users):
-        assert item.target is operator.getitem
-        result = results[item.args[1]]
-        result.meta["example_value"] = item.meta["example_value"]  # two calls' results are not the same memory
-        item.replace_all_uses_with(result)
-        gm.graph.erase_node(item)
-    gm.graph.erase_node(call)
+    for item in call.users:  # two calls' results are not the same memory
+        results[item.args[1]].meta["example_value"] = item.meta["example_value"]  # type: ignore[index]
+    _take_items(gm, call, results)
 
 
 def _adopt(gm: GraphModule, body: GraphModule, prefix: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +26,7 @@ class Lower:
             key = _key(node)
             if key not in ops:
                 ops[key] = graphs.traced(node, logical.DEFINITIONS[node.target])
-            _replace(gm, node, graphs.inline(gm, node, ops[key]))
+            graphs.inline(gm, node, ops[key])
         return gm
 
 
@@ -37,14 +36,3 @@ def _key(node: Node) -> str:
     if node.target in logical.NAMES:
         args[logical.NAMES[node.target]] = None
     return f"{node.target} {graphs.arguments_text((args, node.kwargs), lambda n: graphs.described(graphs.example(n)))}"
-
-
-def _replace(gm: GraphModule, node: Node, by: Node | list[Node]) -> None:
-    if isinstance(by, Node):
-        node.replace_all_uses_with(by)
-    else:
-        for item in list(node.users):
-            assert item.target is operator.getitem
-            item.replace_all_uses_with(by[item.args[1]])  # type: ignore[index]
-            gm.graph.erase_node(item)
-    gm.graph.erase_node(node)
