@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch import Tensor
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.runtime import processes
+from autoshard.runtime.presence import Patience
 
 SECONDS_EACH = 0.25  # of one row of a table, at most
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
@@ -43,7 +43,7 @@ class Row:
 def calibrate(timeout: float = 60.0) -> Cluster:
     """The cluster that this process is part of, measured. A collective call under a launcher."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    world = processes.join(device, timedelta(seconds=timeout))
+    world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
     group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
     rows = [*_kernels(device), *(_collectives(device, world.size, group) if group else ())]
     shown = track(rows, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)

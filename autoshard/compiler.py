@@ -12,7 +12,6 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -32,6 +31,7 @@ from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.report import Report
 from autoshard.runtime import processes
+from autoshard.runtime.presence import Patience, SignsOfLife
 from autoshard.runtime.state import ModelState, copies, state_of
 
 
@@ -46,6 +46,7 @@ class Backend:
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
         self._warned = False
+        self._signs = SignsOfLife() if processes.launched_size() > 1 else None
         torch_internals.ignore_messages_given_once()
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -71,7 +72,20 @@ class Backend:
 
     def _first_call(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
         """Plans, shards, restarts the trace. Returns only where the model is left alone."""
-        world = processes.join(device_of(model), timedelta(seconds=self.config.timeout))
+        try:
+            state = self._planned(model, gm, inputs)
+        finally:
+            self._end_signs()
+        state.reporter = self.report
+        self._states.add(state)
+        if not state.plan.leaves_alone:
+            torch_internals.restart_trace("autoshard sharded the parameters")
+        return state
+
+    def _planned(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
+        """The state of a model that was planned and sharded, now or by another backend."""
+        patience = self._patience()
+        world = processes.join(device_of(model), patience)
         self._phases = Phases(shown=self.config.verbose and world.rank == 0)
         state = state_of(model)
         if state is None:  # another backend may have had the first call
@@ -81,12 +95,20 @@ class Backend:
                     "process's own values; give all processes the same (torch.manual_seed, one checkpoint)"
                 )
             model, manager = with_family(model), self.manager(world.rank)
-            state = FirstCall(self.config, manager, self._phases, model, gm, inputs, world).carry_out()
-        state.reporter = self.report
-        self._states.add(state)
-        if not state.plan.leaves_alone:
-            torch_internals.restart_trace("autoshard sharded the parameters")
+            state = FirstCall(self.config, manager, self._phases, model, gm, inputs, world, patience).carry_out()
         return state
+
+    def _patience(self) -> Patience:
+        """With the others; where this process gives no signs of life, neither do they."""
+        silence = 9.0 if processes.on_one_machine() else 60.0  # machines of a job may start far apart
+        arrival = silence if self.config.arrival == "auto" else self.config.arrival
+        return Patience(self.config.timeout, arrival if self._signs else None, self._phases.warn)
+
+    def _end_signs(self) -> None:
+        """Nobody is to wait for this process because of this call any longer."""
+        if self._signs:
+            self._signs.end()
+            self._signs = None
 
     def manager(self, rank: int) -> PassManager:
         """The passes of this backend, with their history over all graphs."""

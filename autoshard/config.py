@@ -57,6 +57,8 @@ class Config:
     passes: a text spec of the rewrite pipeline, such as "merge_unshards,bucket{mb=25},lower".
     disable_passes: names of passes to leave out.
     timeout: seconds in which every process must arrive at the first call, and a collective must end.
+    arrival: seconds after which a process that gives no sign of life is not waited for at the first call; "auto": 9 where
+        all are on one machine, else 60.
     dump_dir: where to write the graph before and after each pass (as AUTOSHARD_DUMP).
     verbose: show the phases of the first step on rank 0.
     """
@@ -75,6 +77,7 @@ class Config:
     passes: str | None = None
     disable_passes: tuple[str, ...] = field(default=())
     timeout: float = 300.0
+    arrival: float | Literal["auto"] = "auto"
     dump_dir: str | Path | None = None
     verbose: bool = True
 
@@ -122,6 +125,8 @@ class Config:
             raise ConfigError(f"replicate_below: {below!r} is not legal; legal: 'auto' or elements, 0 or more")
         if not isinstance(self.timeout, int | float) or self.timeout <= 0:
             raise ConfigError(f"timeout: {self.timeout!r} is not legal; legal: seconds, more than 0")
+        if self.arrival != "auto" and (not isinstance(self.arrival, int | float) or self.arrival <= 0):
+            raise ConfigError(f"arrival: {self.arrival!r} is not legal; legal: 'auto' or seconds, more than 0")
 
     def _check_passes(self) -> None:
         from autoshard.passes import registry

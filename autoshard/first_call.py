@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
+from autoshard import torch_internals
 from autoshard.capture import capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
@@ -35,6 +36,7 @@ from autoshard.planning import budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.presence import Patience
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState, make_unusable
 from autoshard.skipped import refuse_recurrent
@@ -54,7 +56,9 @@ class FirstCall:
         gm: GraphModule,
         inputs: Sequence[Any],
         world: processes.World,
+        patience: Patience,
     ) -> None:
+        self.patience = patience
         self.config, self.manager, self.phases = config, manager, phases
         self.model, self.gm, self.world = model, gm, world
         self.used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
@@ -82,7 +86,8 @@ class FirstCall:
     def _agree(self, inventory: Inventory) -> Plan:
         if self.world.size == 1:
             return self._decide(inventory, [self._statement(inventory)])
-        agreement = Agreement(self.world, self.topic, self.config.timeout, self.phases.warn)
+        store, what = torch_internals.job_store(""), "the first call of this model"
+        agreement = Agreement(store, self.world.rank, self.world.size, self.topic, what, self.patience)
         text = agreement.reach(
             self._statement(inventory), lambda all: self._decide(inventory, all).to_json()
         )

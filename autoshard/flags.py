@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 
-_ONLY_WHEN_RUNNING = ("verbose", "timeout", "dump_dir")
+_ONLY_WHEN_RUNNING = ("verbose", "timeout", "arrival", "dump_dir")
 _PREFIX = "config_"
 
 

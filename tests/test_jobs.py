@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from tests.launch import launch
@@ -50,18 +52,58 @@ def test_different_models_are_named() -> None:
         assert "rank 1 disagrees with rank 0 about parameters: 0.weight: 17 where rank 0 has 16" in ended.output
 
 
-def test_a_process_that_never_comes_is_named() -> None:
-    body = "step = compiled(timeout=3)\nif rank == 1: step = lambda x: time.sleep(8) or sys.exit(0)\nstep(torch.randn(4, 8))"
-    first, _ = launch(2, "import torch.distributed as dist; dist.init_process_group('gloo')\n" + body)
-    assert first.code != 0
-    assert "DisagreementError: rank 1 did not come to the first call of this model within 3 s" in first.output
+BEFORE = {"group": "import torch.distributed as dist; dist.init_process_group('gloo')\n", "no group": ""}
+
+
+@pytest.mark.parametrize("before", [pytest.param("group"), pytest.param("no group", marks=pytest.mark.full)])
+def test_a_process_that_never_comes_is_named(before: str) -> None:
+    body = "if rank == 1: time.sleep(5); os._exit(0)\ncompiled(arrival=3)(torch.randn(4, 8))"
+    first, _ = launch(2, BEFORE[before] + body)
+    what = "the first call of this model" if before == "group" else "the job"
+    assert f"DisagreementError: rank 1 did not come to {what}, and gave no sign of life for 3 s" in first.output
 
 
 @pytest.mark.full
-def test_rank_0_that_never_comes_is_named() -> None:
-    body = "step = compiled(timeout=3)\nif rank == 0: step = lambda x: time.sleep(8) or os._exit(0)\nstep(torch.randn(4, 8))"
-    _, second = launch(2, "import torch.distributed as dist; dist.init_process_group('gloo')\n" + body)
-    assert "DisagreementError: rank 0 did not come to the first call of this model within 3 s" in second.output
+@pytest.mark.parametrize("before", BEFORE)
+def test_rank_0_that_never_comes_is_named(before: str) -> None:
+    body = "if rank == 0: time.sleep(5); os._exit(0)\ncompiled(arrival=3)(torch.randn(4, 8))"
+    _, second = launch(2, BEFORE[before] + body)
+    assert "DisagreementError: rank 0 did not come to" in second.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", BEFORE)
+def test_no_one_waits_for_more_than_10_seconds_for_a_process_that_is_not_there(before: str) -> None:
+    body = """
+    if rank == 1: time.sleep(25); os._exit(0)
+    step, begin = compiled(), time.time()
+    try: step(torch.randn(4, 8))
+    except Exception as error: print(type(error).__name__, "in time" if time.time() - begin < 10 else "too late")
+    os._exit(1)
+    """
+    first, _ = launch(2, BEFORE[before] + textwrap.dedent(body))
+    assert "DisagreementError in time" in first.output, first.output
+
+
+@pytest.mark.parametrize("before", [pytest.param("group", marks=pytest.mark.full), pytest.param("no group")])
+def test_a_process_that_is_slow_is_waited_for(before: str) -> None:
+    body = """
+    step = compiled(arrival=2)
+    def read_data(): time.sleep(6)
+    if rank == 1: read_data()
+    step(torch.randn(4, 8)).sum().backward()
+    """
+    first, second = launch(2, BEFORE[before] + textwrap.dedent(body))
+    assert first.code == second.code == 0, first.output + second.output
+    assert "waiting for rank 1" in first.output and "rank 1 is at <string>:" in first.output, first.output
+    assert "in read_data)" in first.output
+
+
+@pytest.mark.full
+def test_a_process_that_is_too_slow_is_named() -> None:
+    body = "step = compiled(timeout=3)\nif rank == 1: step = lambda x: time.sleep(8) or sys.exit(0)\nstep(torch.randn(4, 8))"
+    first, _ = launch(2, BEFORE["group"] + body)
+    assert "DisagreementError: rank 1 did not come to the first call of this model within 3 s" in first.output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The first call's check that all processes came with the same thing, through the store, never a collective.
+"""A check that all processes came to the same point with the same thing, through the store, never a collective: to the
+job, and to a model's first call.
 
 Every process leaves a statement; rank 0 reads all of them, makes the plan and leaves a verdict. A process
 that disagrees or does not come is named by every other one.
@@ -9,23 +10,29 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
-from autoshard import errors, torch_internals
-from autoshard.errors import AutoshardError, DisagreementError
-from autoshard.runtime.processes import World
-from autoshard.runtime.waiting import missing, wait_until
+import torch.distributed as dist
+
+from autoshard import errors
+from autoshard.errors import AutoshardError, DisagreementError, PeerLostError
+from autoshard.runtime.presence import Patience, Ranks
 
 Statement = dict[str, Any]
 
 
+@dataclass(frozen=True)
 class Agreement:
-    """One agreement; `topic` must be the same on all processes and new for each."""
+    """One agreement of `size` processes, of which this one is `rank`. topic: the same on all of them and new for each.
+    what: they come to, in words."""
 
-    def __init__(self, world: World, topic: str, timeout: float, warn: Callable[[str], None]) -> None:
-        self._store = torch_internals.job_store(f"autoshard/{topic}")
-        self._world, self._timeout, self._warn = world, timeout, warn
+    store: Any
+    rank: int
+    size: int
+    topic: str
+    what: str
+    patience: Patience
 
     def reach(self, statement: Statement, decide: Callable[[list[Statement]], str]) -> str:
         """What rank 0 decided from all statements. Keys that start with "_" need not be equal.
@@ -33,11 +40,19 @@ class Agreement:
         Raises DisagreementError on every process, naming rank and field; an error of `decide` is raised on
         all of them.
         """
-        rank = self._world.rank
-        self._put(str(rank), json.dumps(statement))
-        if rank == 0:
-            return self._lead(decide)
-        verdict = json.loads(self._wait("verdict", [0]))
+        try:
+            self._put(str(self.rank), json.dumps(statement))
+            return self._lead(decide) if self.rank == 0 else self._follow()
+        except dist.DistNetworkError as error:
+            raise PeerLostError(
+                f"rank {self.rank} came to {self.what} and lost the process that hosts the job's store (rank 0, most often); "
+                f"look at its own log. ({error})"
+            ) from error
+
+    def _follow(self) -> str:
+        """Only rank 0 is watched, which watches the others: so a store of 1,000 processes has little to do."""
+        self._wait(["verdict"], lambda: [0])
+        verdict = self._get("verdict")
         if "error" in verdict:
             raise getattr(errors, verdict["kind"], AutoshardError)(verdict["error"])
         return str(verdict["plan"])
@@ -54,25 +69,26 @@ class Agreement:
         return plan
 
     def _collect(self) -> list[Statement]:
-        ranks = range(self._world.size)
-        texts = {r: self._wait(str(r), list(ranks)) for r in ranks}
-        return [json.loads(texts[r]) for r in ranks]
+        names = [str(rank) for rank in range(self.size)]
+        self._wait(names, self._missing)
+        return [self._get(name) for name in names]
 
-    def _put(self, key: str, text: str) -> None:
-        self._store.set(key, zlib.compress(text.encode()))
+    def _missing(self) -> list[int]:
+        """Those who left no statement; rank 0 if all did."""
+        return [r for r in range(self.size) if not self.store.check([self._key(str(r))])] or [0]
 
-    def _wait(self, key: str, ranks: list[int]) -> str:
-        wait_until(
-            lambda: bool(self._store.check([key])),
-            self._timeout,
-            lambda: self._warn(f"waiting for {missing(self._store, ranks, [0])} at the first call of this model"),
-            lambda: DisagreementError(
-                f"{missing(self._store, ranks, [0])} did not come to the first call of this model within "
-                f"{self._timeout:g} s; every process must call it, with Config(timeout=...) long enough"
-            ),
-        )
-        self._store.wait([key], timedelta(seconds=self._timeout))
-        return zlib.decompress(self._store.get(key)).decode()
+    def _wait(self, names: list[str], watched: Ranks) -> None:
+        keys = [self._key(name) for name in names]
+        self.patience.wait(self.store, self.what, lambda: bool(self.store.check(keys)), self._missing, watched)
+
+    def _key(self, name: str) -> str:
+        return f"autoshard/{self.topic}/{name}"
+
+    def _put(self, name: str, text: str) -> None:
+        self.store.set(self._key(name), zlib.compress(text.encode()))
+
+    def _get(self, name: str) -> Any:
+        return json.loads(zlib.decompress(self.store.get(self._key(name))))
 
 
 def _compare(statements: list[Statement]) -> None:

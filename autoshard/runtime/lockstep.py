@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError, PeerLostError
 from autoshard.runtime.processes import World
-from autoshard.runtime.waiting import missing, wait_until
+from autoshard.runtime.waiting import missing, named, wait_until
 
 
 class Lockstep:
@@ -54,8 +54,8 @@ class Lockstep:
         wait_until(
             lambda: bool(store.check([str(r) for r in ranks])),
             self._timeout,
-            lambda: self._warn(f"rank {self._world.rank} waits for {missing(store, ranks)} to come to {what}"),
-            lambda: self._apart(what, f"{missing(store, ranks)} did not within {self._timeout:g} s"),
+            lambda: self._warn(f"rank {self._world.rank} waits for {named(missing(store, ranks))} to come to {what}"),
+            lambda: self._apart(what, f"{named(missing(store, ranks))} did not within {self._timeout:g} s"),
         )
 
     def _compare(self, store: Any, what: str) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import math
 import os
 import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
+from autoshard.runtime.agreement import Agreement
+from autoshard.runtime.presence import Patience
 from autoshard.runtime.waiting import wait_until
 
 _QUIET_SECONDS = 0.2  # see [Note: Ending well]
@@ -41,20 +45,39 @@ def launched_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if _launched() else 1
 
 
-def join(device: torch.device, timeout: timedelta) -> World:
+def on_one_machine() -> bool:
+    """Whether all processes of the job are on this machine, as far as the launcher says."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(launched_size())
+
+
+def join(device: torch.device, patience: Patience) -> World:
     """This process's place in the job; starts a process group if a launcher's variables are there and no
-    group is. NCCL for models on GPUs (the device set by LOCAL_RANK), gloo for models on CPUs.
+    group is. NCCL for models on GPUs (the device set by LOCAL_RANK), gloo for models on CPUs. DisagreementError, by name,
+    if some process does not come to it.
     """
     if dist.is_initialized():
         end_well()
     elif _launched() and int(os.environ["WORLD_SIZE"]) > 1:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = timedelta(seconds=patience.timeout)
+        hosted = _meet(patience)  # lives until torch has its own, which shares it
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        del hosted
         end_well()
     if not dist.is_initialized():
         return World(0, 1, device.type)
     return World(dist.get_rank(), dist.get_world_size(), device.type)
+
+
+def _meet(patience: Patience) -> Any:
+    """Waits until every process wants the group: torch, which would wait too, cannot say for whom."""
+    store, rank, size = patience.wait_for_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    Agreement(store, rank, size, f"job{next(_count_groups)}", "the job", patience).reach({}, lambda _: "")
+    return store
+
+
+_count_groups = itertools.count()
 
 
 def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:

@@ -1,0 +1,191 @@
+"""Signs of life, by which those who wait at the first call tell a process that is slow from one that is not there.
+
+[Note: Signs of life] From the making of its backend until its first call is over, a thread of each process writes every
+second where the main thread stands: to the launcher's store and, once there is a process group, to that one's. Who gives
+no sign for `Config.arrival` seconds is not waited for any longer; who does has until `Config.timeout`: it may be reading
+data. The thread is no daemon, which the interpreter could end in the middle of C++, but ends with the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autoshard import torch_internals
+from autoshard.errors import DisagreementError
+from autoshard.runtime.waiting import named, wait_until
+
+Ranks = Callable[[], list[int]]
+INTERVAL = 1.0  # seconds between signs
+_LOOK = 0.1  # between looks at whether it is over: how much later a process may end for it
+_CONNECT = 2.0  # seconds to reach a store that is there
+
+
+class SignsOfLife:
+    """This process's own, until `end` or until nobody holds it."""
+
+    def __init__(self) -> None:
+        over = threading.Event()
+        self.end = weakref.finalize(self, over.set)
+        threading.Thread(target=_give, args=(over,), name="autoshard signs of life").start()
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long others are waited for. timeout: at most. arrival: those who give no sign of life; None where nobody
+    does."""
+
+    timeout: float
+    arrival: float | None
+    warn: Callable[[str], None]
+
+    def wait(self, store: Any, what: str, ready: Callable[[], bool], absent: Ranks, watched: Ranks) -> None:
+        """Until `ready`. DisagreementError, naming the ranks that are `absent`, if those do not come to `what`, or if a
+        `watched` one gives no sign of life in the store."""
+        watch = _Watch(store, self.arrival)
+        wait_until(
+            ready,
+            self.timeout,
+            lambda: self.warn(f"waiting for {named(absent())} at {what}{watch.places(absent())}"),
+            lambda: DisagreementError(
+                f"{named(absent())} did not come to {what} within {self.timeout:g} s{watch.places(absent())}; every process "
+                "must, with Config(timeout=...) long enough"
+            ),
+            lambda: watch.missed(watched(), what),
+        )
+
+    def wait_for_store(self) -> Any:
+        """The launcher's store. DisagreementError if nothing listens there: rank 0's thread would, or torchrun."""
+        found: list[Any] = []
+
+        def look() -> bool:
+            found.extend(s for s in (launcher_store(host=hosts()),) if s is not None)
+            return bool(found)
+
+        limit = min(self.timeout, self.arrival or self.timeout)
+        wait_until(
+            look,
+            limit,
+            lambda: self.warn("waiting for rank 0 at the job"),
+            lambda: DisagreementError(
+                f"rank 0 did not come to the job: for {limit:g} s nothing answered at {os.environ['MASTER_ADDR']}:"
+                f"{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT). If it only starts that late, Config(arrival=...) "
+                "gives it longer"
+            ),
+        )
+        return found[0]
+
+
+class _Watch:
+    """Who of the others gives signs, and when the last one was new."""
+
+    def __init__(self, store: Any, limit: float | None) -> None:
+        self._store, self._limit, self._start = store, limit, time.monotonic()
+        self._heard: dict[int, tuple[str, float]] = {}
+
+    def missed(self, ranks: Sequence[int], what: str) -> DisagreementError | None:
+        """The error that names those who gave no sign for too long."""
+        if self._limit is None:
+            return None
+        self._listen(ranks)
+        now, never = time.monotonic(), ("", self._start)
+        silent = [r for r in ranks if now - self._heard.get(r, never)[1] > self._limit]
+        if not silent:
+            return None
+        return DisagreementError(
+            f"{named(silent)} did not come to {what}, and gave no sign of life for {self._limit:g} s{self.places(silent)}: "
+            "look at its own log. If it only starts that late, Config(arrival=...) gives it longer"
+        )
+
+    def places(self, ranks: Sequence[int]) -> str:
+        """ " (rank 3 is at train.py:12 in load)": of those that gave signs."""
+        self._listen(ranks)
+        known = [f"rank {r} is at {self._heard[r][0].split(' ', 1)[1]}" for r in ranks if r in self._heard]
+        return f" ({', '.join(known)})" if known else ""
+
+    def _listen(self, ranks: Sequence[int]) -> None:
+        there = [r for r in ranks if self._store.check([_key(r)])]
+        for rank, sign in zip(there, self._store.multi_get([_key(r) for r in there]) if there else ()):
+            if rank not in self._heard or self._heard[rank][0] != sign.decode():
+                self._heard[rank] = sign.decode(), time.monotonic()
+
+
+def hosts() -> bool:
+    """Whether this process hosts the launcher's store: rank 0, unless torchrun does."""
+    return os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def launcher_store(host: bool) -> Any | None:
+    """A connection to the store that a launcher's variables name; None where there is none, or not yet."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port or not (host or _listens(address, int(port))):
+        return None
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            int(port),
+            is_master=host,
+            timeout=timedelta(seconds=_CONNECT),
+            wait_for_workers=False,
+            multi_tenant=True,  # torch's own process group will share it
+        )
+    except (dist.DistNetworkError, dist.DistStoreError):
+        return None
+
+
+def _listens(address: str, port: int) -> bool:
+    """Asked first, since torch's client complains in the log of each attempt."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT).close()
+    except OSError:
+        return False
+    return True
+
+
+def _key(rank: int) -> str:
+    return f"autoshard/alive/{rank}"
+
+
+def _give(over: threading.Event) -> None:
+    """The thread."""
+    main, written = threading.main_thread(), 0.0
+    launcher = group = None
+    while main.is_alive() and not over.wait(_LOOK):
+        if time.monotonic() - written < INTERVAL:
+            continue
+        written = time.monotonic()
+        if launcher is None and "RANK" in os.environ:
+            launcher = launcher_store(host=hosts() and not dist.is_initialized())
+        if group is None and dist.is_initialized():
+            group = torch_internals.job_store("").clone()  # a connection of its own: who waits in one keeps others out
+        for store in (launcher, group):
+            _write(store, f"{time.time()} {_where(main)}")
+
+
+def _write(store: Any | None, sign: str) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    try:
+        if store is not None:
+            store.set(_key(rank), sign)
+    except (dist.DistNetworkError, dist.DistStoreError):
+        return  # its host is gone, which the main thread will say, where it matters
+
+
+def _where(thread: threading.Thread) -> str:
+    """The innermost line of a thread that is not in an installed package."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    own = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "an unknown place"
