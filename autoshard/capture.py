@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoshard import torch_internals
 from autoshard.errors import AutoshardError, UnsupportedError
-from autoshard.inventory import Inventory, names_of, take_inventory
+from autoshard.inventory import Inventory, in_order_of_last_use, names_of, take_inventory
 from autoshard.ops.layout import Layout
 from autoshard.passes.inline_regions import inline_regions
 from autoshard.passes.outline_blocks import OutlineBlocks
@@ -138,7 +138,11 @@ def _captured(shadow: nn.Module, captured: _Captured) -> Capture:
     inputs = captured.inputs
     inline_regions(captured.graph)
     return Capture(
-        inventory=take_inventory(shadow, [x for x in inputs if isinstance(x, nn.Parameter)]),
+        inventory=take_inventory(
+            shadow,
+            [x for x in inputs if isinstance(x, nn.Parameter)],
+            in_order_of_last_use(captured.graph, inputs),
+        ),
         graph=captured.graph,
         inputs=tuple(inputs),
         parameters={i: parameters[id(x)] for i, x in enumerate(inputs) if id(x) in parameters},

@@ -8,26 +8,30 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from autoshard import flags
 from autoshard.calibrate import calibrate
+from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import Make, like
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
 from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
-from autoshard.planning import plan
+from autoshard.planning import first_look, plan
 from autoshard.report import plan_tables
 from autoshard.units import counted
 from autoshard.version import __version__
 
+PATIENCE = 1.0  # seconds of work after which what is known is shown
 _CLUSTER = ("nnodes", "nproc_per_node", "device")
 
 
@@ -90,9 +94,35 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if pinned is not None and arguments.model is None and arguments.hf is None:
         _refuse_cluster(arguments)
         return pinned
-    candidate = _candidate(arguments)
+    candidate, cluster = _candidate(arguments), _cluster(arguments)
     optimizer = candidate.optimizer_factory and _checked_factory(candidate)
-    return plan(candidate.model, candidate.example_inputs, config, _cluster(arguments), optimizer)
+    with _first_look(candidate.model, config, cluster, shown=not arguments.json):
+        return plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
+
+
+@contextlib.contextmanager
+def _first_look(model: nn.Module, config: Config, cluster: Cluster, shown: bool) -> Iterator[None]:
+    """While the inside takes its time, what is known already stands on stderr."""
+
+    def show_it() -> None:
+        with contextlib.suppress(AutoshardError):  # the inside will say it better
+            _print_first(first_look(model, config, cluster))
+
+    timer = threading.Timer(PATIENCE, show_it)
+    if shown and config.plan is None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _print_first(first: Plan) -> None:
+    console = Console(stderr=True, highlight=False)
+    console.print("[bold cyan]autoshard[/] before the model is traced (activations and time of a step follow):\n")
+    for part in plan_tables(first):
+        console.print(part)
+    console.print()
 
 
 def _refuse_cluster(arguments: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ from autoshard.errors import ShardingError, UnsupportedError
 from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
 from autoshard.heap import alive
-from autoshard.inventory import Inventory, device_of, names_of, take_inventory
+from autoshard.inventory import Inventory, device_of, in_order_of_last_use, names_of, take_inventory
 from autoshard.owner import call_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
@@ -62,6 +62,7 @@ class FirstCall:
         self.config, self.manager, self.phases = config, manager, phases
         self.model, self.gm, self.world = model, gm, world
         self.used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
+        self.by_last_use = used_in(model, in_order_of_last_use(gm, inputs))
         self.optimizers = optimizers.holding(names_of(model))
         self.topic = f"model{next(_count_first_calls)}"
 
@@ -69,7 +70,7 @@ class FirstCall:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
         if self.world.size > 1:
             refuse_what_cannot_be_sharded(self.model, self.gm)
-        inventory = take_inventory(self.model, self.used)
+        inventory = take_inventory(self.model, self.used, self.by_last_use)
         with self.phases.phase("plan", counted(self.world.size, "process", "processes")):
             plan = self._agree(inventory)
             check_plan_fits(plan, inventory, self.world.size)

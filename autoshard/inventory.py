@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.fx import GraphModule, Node
 from torch.nn.parameter import UninitializedParameter
 
 from autoshard.errors import UnsupportedError
@@ -15,7 +16,8 @@ from autoshard.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter. Shared (tied) parameters appear once, under their first name."""
+    """One parameter. Shared (tied) parameters appear once, under their first name. last_use: its place in the order in which
+    forward is done with parameters, the reverse of that in which backward needs them."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,6 +25,7 @@ class ParameterInfo:
     itemsize: int
     trained: bool
     used: bool
+    last_use: int = 0
 
     @property
     def elements(self) -> int:
@@ -54,28 +57,42 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def take_inventory(model: nn.Module, used_in_order: Iterable[nn.Parameter]) -> Inventory:
-    """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs. Where it takes
-    none, the model's own order stands for the order of use."""
+def take_inventory(
+    model: nn.Module, used_in_order: Iterable[nn.Parameter], by_last_use: Iterable[nn.Parameter] = ()
+) -> Inventory:
+    """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs, `by_last_use` the
+    same by `in_order_of_last_use`. Where one is not given, the order before it stands for it, and for the first the
+    model's own."""
     names = names_of(model)
     parameters = {id(p): p for p in model.parameters()}
     used = [id(p) for p in used_in_order if id(p) in names] or list(parameters)
-    rest = [key for key in parameters if key not in set(used)]
+    order = list(dict.fromkeys([*used, *parameters]))
+    last = {key: i for i, key in enumerate(dict.fromkeys([*(id(p) for p in by_last_use if id(p) in names), *order]))}
     return Inventory(
         type(model).__name__,
-        tuple(
-            _info(names[key], parameters[key], position < len(used))
-            for position, key in enumerate(dict.fromkeys([*used, *rest]))
-        ),
+        tuple(_info(names[key], parameters[key], i < len(used), last[key]) for i, key in enumerate(order)),
     )
 
 
-def _info(name: str, parameter: nn.Parameter, used: bool) -> ParameterInfo:
+def in_order_of_last_use(gm: GraphModule, inputs: Sequence[object]) -> list[nn.Parameter]:
+    """The parameters among a graph's inputs, those first that forward is done with first. What is made of one alone (the
+    unshard of its rows, a transpose) stands for it."""
+    at = {node: i for i, node in enumerate(gm.graph.nodes)}
+    last: dict[Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        uses = (last[user] if len(user.all_input_nodes) == 1 else at[user] for user in node.users)
+        last[node] = max(uses, default=at[node])
+    places = gm.graph.find_nodes(op="placeholder")
+    found = [(last[place], i) for i, place in enumerate(places) if isinstance(inputs[i], nn.Parameter)]
+    return [inputs[i] for _, i in sorted(found)]  # type: ignore[misc]
+
+
+def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int) -> ParameterInfo:
     if isinstance(parameter, UninitializedParameter):
         raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterInfo(
-        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used
+        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use
     )
 
 

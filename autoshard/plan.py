@@ -61,12 +61,14 @@ class ParameterGroup:
     name: the block they belong to, as in the model, such as "model.layers.3".
     parameters: names in the order of first use.
     ranks: positions on the shard axis that hold the rows; () stands for all (a pipeline stage holds some).
+    last_use: orders the groups by when forward is done with them.
     """
 
     name: str
     parameters: tuple[str, ...]
     degrees: Degrees
     ranks: tuple[int, ...] = ()
+    last_use: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Plan:
     """How a model is trained on `world` processes.
 
     axes: the mesh, outermost first; the gradient is the mean over all of it.
-    groups: in the order of first use, which is the order of collectives in forward; backward is the reverse.
+    groups: in the order of first use, which is that of the gathers in forward, and reversed that of the reductions.
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
@@ -184,8 +186,14 @@ class Plan:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Position of each group in the order of collectives, by the names of its parameters."""
+        """Position of each group in the order of first use, by the names of its parameters."""
         return {name: i for i, group in enumerate(self.groups) for name in group.parameters}
+
+    @cached_property
+    def order_of_last_use(self) -> dict[str, int]:
+        """The same in the order of last use. A tied embedding, first in forward, is first in backward too."""
+        order = sorted(range(len(self.groups)), key=lambda i: (self.groups[i].last_use, i))
+        return {name: at for at, i in enumerate(order) for name in self.groups[i].parameters}
 
     @cached_property
     def rank_of(self) -> dict[str, int]:
@@ -241,7 +249,11 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         axes=tuple((name, size) for name, size in data["axes"]),
         groups=tuple(
             ParameterGroup(
-                g["name"], tuple(g["parameters"]), Degrees(**g["degrees"]), tuple(g.get("ranks", ()))
+                g["name"],
+                tuple(g["parameters"]),
+                Degrees(**g["degrees"]),
+                tuple(g.get("ranks", ())),
+                g.get("last_use", 0),
             )
             for g in data["groups"]
         ),

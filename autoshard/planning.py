@@ -13,7 +13,7 @@ from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED, Make
 from autoshard.errors import PlanError
 from autoshard.forecast import Forecaster
-from autoshard.inventory import Inventory
+from autoshard.inventory import Inventory, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.units import parse_bytes
@@ -47,6 +47,13 @@ def plan(
         return forecast(pinned)
     where = Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
     return make_plan(captured.inventory, config, where, forecast, forecast.fit)
+
+
+def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:
+    """What can be said before the model is traced: groups, stages and collectives, and the memory of parameters, gradients
+    and optimizer, as if every parameter were used. Errors as of `plan`."""
+    where = Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
+    return make_plan(take_inventory(model, ()), config, where)
 
 
 def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:

@@ -10,7 +10,11 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from autoshard.capture import capture
+from autoshard.config import Config
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.passes import graphs
+from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.rehearsal import rehearse
 from tests.test_passes import Blocks, many_processes, plan_for, rewritten  # noqa: F401  (a fixture of a module)
 
@@ -86,3 +90,35 @@ def test_a_rehearsal_has_the_graphs_of_the_job(zero: int) -> None:
     assert rehearsed.backward is not None
     assert _operations(rehearsed.forward) == _operations(job["forward"])
     assert _operations(rehearsed.backward) == _operations(job["backward"])
+
+
+class Tied(nn.Module):
+    """An embedding that is used first and last, blocks with large weights between, and norms that stay whole."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.norm = nn.LayerNorm(8)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x, _ = layer(x, {"mask": torch.ones_like(x)})
+        return self.head(self.norm(x)).sum()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_backward_of_stage_3_gathers_each_block_just_before_it_is_used(tied: bool) -> None:
+    """Else all are whole at once: a gather must not wait for one that is needed later, nor all for what has no gather."""
+    captured = capture(Tied(tied), torch.zeros(4, 3, dtype=torch.long))
+    plan = make_plan(captured.inventory, Config(zero=3, replicate_below=30), Circumstances(Cluster(1, 2, DEVICES["h100"]), None))
+    backward = rehearse(captured, plan, inductor=False).backward
+    assert backward is not None
+    ahead = 0
+    for node in backward.graph.nodes:
+        ahead += graphs.is_call(node, graphs.GATHER)
+        ahead -= graphs.is_call(node, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+        assert ahead <= 3, f"{node.name}: whole parameters of {ahead} groups at once"

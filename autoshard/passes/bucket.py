@@ -2,9 +2,9 @@
 
 [Note: Order of collectives]
 Every process must issue the same collectives in the same order, and each compiles alone. So the order comes
-from the plan and from nothing else: gathers of a forward in the order of its groups, those of a backward and
-all reductions in reverse. Where a local graph would use groups in another order, its gathers move up and its
-reductions move down.
+from the plan and from nothing else: gathers of a forward in the order of first use, reductions in its reverse, gathers
+of a backward in the reverse of the order of last use. Where a local graph would use groups in another order, its gathers
+move up and its reductions move down. What is whole on every process has no gather, and stays where it is used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
+from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
-Key = tuple[int, Any, Any]  # (position of the group in the plan, layout, dtypes in and out)
+Key = tuple[int, Any, Any]  # (position of the group, layout, dtypes in and out)
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,24 @@ class Bucket:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         backward = context.phase == "backward"
-        gathers = self._grouped(gm, graphs.UNSHARD, 3, context, reverse=backward)
-        _order_up([_gather(gm, members) for members in gathers])
+        order = context.plan.order_of_last_use if backward else context.plan.order
+        gathers = self._grouped(gm, graphs.UNSHARD, 3, order, context, reverse=backward)
+        buckets = [_gather(gm, members) for members in gathers]
+        _order_up([b for b in buckets if Layout.parse(str(b.args[4])).sharded])
         last: Node | None = None
-        for members in self._grouped(gm, graphs.REDUCE_GRAD, 4, context, reverse=True):
+        for members in self._grouped(gm, graphs.REDUCE_GRAD, 4, context.plan.order, context, reverse=True):
             last = _reduce(gm, members, after=last)
         return gm
 
     def _grouped(
-        self, gm: GraphModule, op: Any, name_at: int, context: Context, reverse: bool
+        self, gm: GraphModule, op: Any, name_at: int, order: dict[str, int], context: Context, reverse: bool
     ) -> list[list[Node]]:
         groups: dict[Key, list[Node]] = defaultdict(list)
         for node in graphs.calls(gm, op):
-            order = context.plan.order[node.args[name_at]]  # type: ignore[index]
+            position = order[node.args[name_at]]  # type: ignore[index]
             layout = node.args[name_at - 1]
             dtypes = (graphs.example(node.args[0]).dtype, graphs.example(node).dtype)  # type: ignore[arg-type]
-            groups[order, layout, dtypes].append(node)
+            groups[position, layout, dtypes].append(node)
         keys = sorted(groups, key=lambda k: (k[0], k[1], str(k[2])), reverse=reverse)
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]]) for k in keys]  # type: ignore[index]

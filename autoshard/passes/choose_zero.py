@@ -166,6 +166,7 @@ def _at_stage(
             name,
             tuple(p.name for p in members),
             Degrees.of_stage(stage if cut else 0, size),
+            last_use=max(p.last_use for p in members),
         )
         for name, members, cut in grouped
     )
