@@ -96,12 +96,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         return pinned
     candidate, cluster = _candidate(arguments), _cluster(arguments)
     optimizer = candidate.optimizer_factory and _checked_factory(candidate)
-    with _first_look(candidate.model, config, cluster, shown=not arguments.json):
+    alone = arguments.json or pinned is not None
+    with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
         return plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
 
 
 @contextlib.contextmanager
-def _first_look(model: nn.Module, config: Config, cluster: Cluster, shown: bool) -> Iterator[None]:
+def _first_look(model: nn.Module, config: Config, cluster: Cluster) -> Iterator[None]:
     """While the inside takes its time, what is known already stands on stderr."""
 
     def show_it() -> None:
@@ -109,12 +110,12 @@ def _first_look(model: nn.Module, config: Config, cluster: Cluster, shown: bool)
             _print_first(first_look(model, config, cluster))
 
     timer = threading.Timer(PATIENCE, show_it)
-    if shown and config.plan is None:
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()  # what it began to print stands before what follows
 
 
 def _print_first(first: Plan) -> None:

@@ -83,6 +83,16 @@ def test_the_table_fits_80_columns(model: str, capsys: pytest.CaptureFixture[str
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_what_is_known_before_the_trace_is_shown_first(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.cli.PATIENCE", 0.0)
+    assert main(["plan", model, "--nproc-per-node", "2"]) == 0
+    shown = capsys.readouterr()
+    assert "before the model is traced" in shown.err and "activations" in shown.err and "ZeRO-3" in shown.err
+    assert "before the model is traced" not in shown.out and "time of a step" in shown.out
+
+
 def test_json_is_a_plan_that_can_be_pinned(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--nproc-per-node", "4", "--json"]) == 0
     text = capsys.readouterr().out
