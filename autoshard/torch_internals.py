@@ -255,13 +255,47 @@ def traced_once(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     if "max_reuse_entries" not in inspect.signature(mark).parameters:
         return None
 
-    def region(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def region(module: torch.nn.Module, form: str, *flat: Any) -> Any:
+        args, kwargs = _from_flat(form, flat)
         return forward(module, *args, **kwargs)
 
     # torch marks the function that it is given, and looks graphs up by its code, which must be nobody else's
     region.__code__ = region.__code__.replace(co_name=f"region {next(_REGIONS)}")
     marked: Callable[..., Any] = mark(region, max_reuse_entries=sys.maxsize)
-    return marked
+
+    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return marked(module, *_to_flat(args, kwargs))
+
+    return called
+
+
+def _to_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments in a row behind their form, since what Dynamo finds in tuples and keywords it compares much more slowly."""
+    form: list[str] = []
+    flat: list[Any] = []
+    for name, value in (*(("", a) for a in args), *kwargs.items()):
+        if type(value) is tuple:
+            form.append(f"{name}:{len(value)}")
+            flat.extend(value)
+        else:
+            form.append(f"{name}:")
+            flat.append(value)
+    return [" ".join(form), *flat]
+
+
+def _from_flat(form: str, flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    at = 0
+    for part in form.split():
+        name, count = part.split(":")
+        value = flat[at] if count == "" else tuple(flat[at : at + int(count)])
+        at += 1 if count == "" else int(count)
+        if name:
+            kwargs[name] = value
+        else:
+            args.append(value)
+    return args, kwargs
 
 
 _REGIONS = itertools.count()
