@@ -45,6 +45,7 @@ class PassManager:
         for p in self.pipeline:
             if p.stage == stage:
                 gm = self._run_one(p, gm, context)
+        gm.recompile()  # once: writing a graph as code takes longer than most passes
         return gm
 
     def _run_one(self, p: Pass, gm: GraphModule, context: Context) -> GraphModule:
@@ -68,7 +69,6 @@ class PassManager:
             for node in gm.graph.nodes:
                 if node.op == "call_function" and "val" not in node.meta:
                     raise PassError(f"passes: {p.name} left {node.format_node()} without meta['val']")
-        gm.recompile()
 
 
 def _difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
