@@ -167,8 +167,9 @@ class Writer:
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:
-        """What a collective reads stays until somebody has waited. gloo (2.13) reduces in a copy that stays instead, and
-        gathers into a tensor of its own, which it copies from at the end."""
+        """What a collective reads stays until somebody has waited. gloo (2.13) reduces in a copy that stays instead (or
+        besides: generated code holds what it gives to a collective), and gathers into a tensor of its own, which it copies
+        from at the end."""
         at, name = len(self.program.operations) - 1, str(node.target)
         if name == WAIT:
             self.program.keep(self._in_flight.pop(value, ()), at)
@@ -177,7 +178,7 @@ class Writer:
             source: Any = node.args[0]
             if name == REDUCE_SCATTER and not self.scatters:
                 copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
-                self._in_flight[value] = (copied,)
+                self._in_flight[value] = (copied,) if self._code is None else (*reads, copied)
             elif name == GATHER and not self.scatters:
                 both = bytes_of(source.meta["val"]) + bytes_of(node.meta["val"])
                 copied = self.program.add(both, "communication", at, at, node.name)
