@@ -32,8 +32,8 @@ _HARD = _names("""
     softplus mish expm1 _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data
 """)
 _LOOKUPS = _names("""
-    embedding embedding_dense_backward index gather scatter scatter_add index_put index_select nll_loss_forward
-    nll_loss_backward
+    embedding embedding_dense_backward index _unsafe_masked_index gather scatter scatter_add index_put
+    _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
 """)
 _REDUCTIONS = _names("""
     sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
