@@ -32,9 +32,8 @@ class EarlyMatmuls:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         at = graphs.positions(gm.graph)
-        for add in graphs.calls(gm, _ADD):
-            if _waits(add, at):
-                graphs.inline(gm, add, graphs.traced(add, _in_three_dimensions))
+        for add in [add for add in graphs.calls(gm, _ADD) if _waits(add, at)]:
+            graphs.inline(gm, add, graphs.traced(add, _in_three_dimensions))
         return gm
 
 
