@@ -169,9 +169,17 @@ def _give(over: threading.Event) -> None:
         if launcher is None and "RANK" in os.environ:
             launcher = launcher_store(host=hosts() and not dist.is_initialized())
         if group is None and dist.is_initialized():
-            group = torch_internals.job_store("").clone()  # a connection of its own: who waits in one keeps others out
+            group = _own(torch_internals.job_store(""))
         for store in (launcher, group):
             _write(store, f"{time.time()} {_where(main)}")
+
+
+def _own(store: Any) -> Any:
+    """A connection of its own, since who waits in one keeps others out; the same where the store has no such thing."""
+    try:
+        return store.clone()
+    except RuntimeError:
+        return store
 
 
 def _write(store: Any | None, sign: str) -> None:

@@ -1,0 +1,61 @@
+"""Signs of life, without processes: who is missed, who is waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from autoshard.errors import DisagreementError
+from autoshard.runtime import presence
+from autoshard.runtime.presence import Patience, SignsOfLife
+
+
+def _wait(store: dist.HashStore, arrival: float | None, timeout: float = 30.0) -> None:
+    """Waits for ranks 1 and 2, which never come, as rank 0 does."""
+    Patience(timeout, arrival, print).wait(store, "the job", lambda: False, lambda: [1, 2], lambda: [1, 2])
+
+
+def test_who_gives_no_sign_is_named_and_who_does_is_not() -> None:
+    store, over = dist.HashStore(), threading.Event()
+
+    def give() -> None:
+        count = 0
+        while not over.wait(0.05):
+            store.set("autoshard/alive/2", f"{(count := count + 1)} train.py:7 in load")
+
+    signs = threading.Thread(target=give)
+    signs.start()
+    try:
+        with pytest.raises(DisagreementError, match=r"^rank 1 did not come to the job, and gave no sign of life for 1 s"):
+            _wait(store, arrival=1.0)
+    finally:
+        over.set()
+        signs.join()
+
+
+def test_the_last_sign_says_where_it_was_given() -> None:
+    store = dist.HashStore()
+    store.set("autoshard/alive/1", "12.5 train.py:7 in load")
+    with pytest.raises(DisagreementError, match=r"ranks 1, 2 .* within 1 s \(rank 1 is at train.py:7 in load\)"):
+        _wait(store, arrival=None, timeout=1.0)
+
+
+def test_without_signs_only_the_timeout_counts() -> None:
+    with pytest.raises(DisagreementError, match=r"ranks 1, 2 did not come to the job within 1 s"):
+        _wait(dist.HashStore(), arrival=None, timeout=1.0)
+
+
+def test_signs_are_given_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(presence, "launcher_store", lambda host: store)
+    monkeypatch.setenv("RANK", "3")
+    before = set(threading.enumerate())
+    signs = SignsOfLife()
+    (thread,) = set(threading.enumerate()) - before
+    store.wait(["autoshard/alive/3"])
+    assert " in " in store.get("autoshard/alive/3").decode()
+    signs.end()
+    thread.join(10)
+    assert not thread.is_alive()
