@@ -85,7 +85,8 @@ def test_no_one_waits_for_more_than_10_seconds_for_a_process_that_is_not_there(b
     assert "DisagreementError in time" in first.output, first.output
 
 
-@pytest.mark.parametrize("before", [pytest.param("group", marks=pytest.mark.full), pytest.param("no group")])
+@pytest.mark.full
+@pytest.mark.parametrize("before", BEFORE)
 def test_a_process_that_is_slow_is_waited_for(before: str) -> None:
     body = """
     step = compiled(arrival=2)
