@@ -121,9 +121,13 @@ def _first_look(model: nn.Module, config: Config, cluster: Cluster) -> Iterator[
 def _print_first(first: Plan) -> None:
     console = Console(stderr=True, highlight=False)
     console.print("[bold cyan]autoshard[/] before the model is traced (activations and time of a step follow):\n")
-    for part in plan_tables(first):
-        console.print(part)
+    _print_tables(console, first)
     console.print()
+
+
+def _print_tables(console: Console, made: Plan) -> None:
+    for part in plan_tables(made):
+        console.print(part)
 
 
 def _refuse_cluster(arguments: argparse.Namespace) -> None:
@@ -184,8 +188,7 @@ def show(made: Plan, arguments: argparse.Namespace) -> None:
     if arguments.model is not None or arguments.hf is not None:
         where = _cluster(arguments)
         console.print(f"{where.nodes} x {where.per_node} {where.device.name}", style="dim")
-    for part in plan_tables(made):
-        console.print(part)
+    _print_tables(console, made)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Backend:
 
     def _patience(self) -> Patience:
         """With the others; where this process gives no signs of life, neither do they."""
-        silence = 9.0 if processes.on_one_machine() else 60.0  # machines of a job may start far apart
+        silence = 8.0 if processes.on_one_machine() else 60.0  # machines of a job may start far apart
         arrival = silence if self.config.arrival == "auto" else self.config.arrival
         return Patience(self.config.timeout, arrival if self._signs else None, self._phases.warn)
 

@@ -57,7 +57,7 @@ class Config:
     passes: a text spec of the rewrite pipeline, such as "merge_unshards,bucket{mb=25},lower".
     disable_passes: names of passes to leave out.
     timeout: seconds in which every process must arrive at the first call, and a collective must end.
-    arrival: seconds after which a process that gives no sign of life is not waited for at the first call; "auto": 9 where
+    arrival: seconds after which a process that gives no sign of life is not waited for at the first call; "auto": 8 where
         all are on one machine, else 60.
     dump_dir: where to write the graph before and after each pass (as AUTOSHARD_DUMP).
     verbose: show the phases of the first step on rank 0.

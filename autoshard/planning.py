@@ -45,15 +45,17 @@ def plan(
     if pinned is not None:
         check_plan_fits(pinned, captured.inventory, cluster.world)
         return forecast(pinned)
-    where = Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
-    return make_plan(captured.inventory, config, where, forecast, forecast.fit)
+    return make_plan(captured.inventory, config, _circumstances(config, cluster), forecast, forecast.fit)
 
 
 def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:
     """What can be said before the model is traced: groups, stages and collectives, and the memory of parameters, gradients
     and optimizer, as if every parameter were used. Errors as of `plan`."""
-    where = Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
-    return make_plan(take_inventory(model, ()), config, where)
+    return make_plan(take_inventory(model, ()), config, _circumstances(config, cluster))
+
+
+def _circumstances(config: Config, cluster: Cluster) -> Circumstances:
+    return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
 
 
 def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:

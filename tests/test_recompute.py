@@ -222,7 +222,7 @@ def test_the_peak_follows_the_budget(name: str) -> None:
     floor = forecaster.fit(plan, 0).predicted.peak_bytes
     top, seconds, measured = plan.predicted.peak_bytes, 0.0, math.inf
     assert floor < 0.8 * top
-    for eighth in range(8, -1, -4 if name == "deep" else -1):
+    for eighth in range(8, -1, -2 if name == "deep" else -1):
         budget = floor + eighth * (top - floor) // 8
         found = forecaster.fit(plan, budget)
         predicted, before = found.predicted, measured

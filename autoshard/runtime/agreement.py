@@ -11,13 +11,15 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 
 from autoshard import errors
-from autoshard.errors import AutoshardError, DisagreementError, PeerLostError
+from autoshard.errors import AutoshardError, DisagreementError
 from autoshard.runtime.presence import Patience, Ranks
+from autoshard.runtime.waiting import missing, naming_lost_store
 
 Statement = dict[str, Any]
 
@@ -40,14 +42,9 @@ class Agreement:
         Raises DisagreementError on every process, naming rank and field; an error of `decide` is raised on
         all of them.
         """
-        try:
+        with naming_lost_store(self.rank, self.what):
             self._put(str(self.rank), json.dumps(statement))
             return self._lead(decide) if self.rank == 0 else self._follow()
-        except dist.DistNetworkError as error:
-            raise PeerLostError(
-                f"rank {self.rank} came to {self.what} and lost the process that hosts the job's store (rank 0, most often); "
-                f"look at its own log. ({error})"
-            ) from error
 
     def _follow(self) -> str:
         """Only rank 0 is watched, which watches the others: so a store of 1,000 processes has little to do."""
@@ -73,22 +70,23 @@ class Agreement:
         self._wait(names, self._missing)
         return [self._get(name) for name in names]
 
+    @cached_property
+    def _said(self) -> Any:
+        """What this agreement keeps in the store."""
+        return dist.PrefixStore(f"autoshard/{self.topic}", self.store)  # type: ignore[attr-defined]
+
     def _missing(self) -> list[int]:
         """Those who left no statement; rank 0 if all did."""
-        return [r for r in range(self.size) if not self.store.check([self._key(str(r))])] or [0]
+        return missing(self._said, range(self.size)) or [0]
 
     def _wait(self, names: list[str], watched: Ranks) -> None:
-        keys = [self._key(name) for name in names]
-        self.patience.wait(self.store, self.what, lambda: bool(self.store.check(keys)), self._missing, watched)
-
-    def _key(self, name: str) -> str:
-        return f"autoshard/{self.topic}/{name}"
+        self.patience.wait(self.store, self.what, lambda: bool(self._said.check(names)), self._missing, watched)
 
     def _put(self, name: str, text: str) -> None:
-        self.store.set(self._key(name), zlib.compress(text.encode()))
+        self._said.set(name, zlib.compress(text.encode()))
 
     def _get(self, name: str) -> Any:
-        return json.loads(zlib.decompress(self.store.get(self._key(name))))
+        return json.loads(zlib.decompress(self._said.get(name)))
 
 
 def _compare(statements: list[Statement]) -> None:

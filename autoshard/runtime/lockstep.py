@@ -11,12 +11,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from autoshard import torch_internals
-from autoshard.errors import DisagreementError, PeerLostError
+from autoshard.errors import DisagreementError
 from autoshard.runtime.processes import World
-from autoshard.runtime.waiting import missing, named, wait_until
+from autoshard.runtime.waiting import missing, named, naming_lost_store, wait_until
 
 
 class Lockstep:
@@ -40,14 +38,9 @@ class Lockstep:
     def _meet(self, what: str) -> None:
         store = torch_internals.job_store(f"autoshard/{self._topic}/turn{next(self._turns)}")
         store.set(str(self._world.rank), what)
-        try:
+        with naming_lost_store(self._world.rank, what):
             self._wait(store, what)
             self._compare(store, what)
-        except dist.DistNetworkError as error:
-            raise PeerLostError(
-                f"rank {self._world.rank} came to {what} and lost the process that hosts the job's store (rank 0, most "
-                f"often); look at its own log. ({error})"
-            ) from error
 
     def _wait(self, store: Any, what: str) -> None:
         ranks = range(self._world.size)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
+
+from autoshard.errors import PeerLostError
 
 PATIENCE = 5.0  # seconds after which those who wait say for whom
 _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between looks at the store
@@ -20,16 +25,14 @@ def wait_until(
 ) -> None:
     """Returns when `ready`; calls `late` once after a while, raises `failed()` after `timeout` seconds, or before that
     what `lost` gives, which is asked now and then."""
-    start, pause, warned = time.monotonic(), _SHORTEST, False
-    asked = start
+    start, pause, warned, asked = time.monotonic(), _SHORTEST, False, 0.0
     while not ready():
         waited = time.monotonic() - start
         if waited > timeout:
             raise failed()
-        if time.monotonic() - asked > _ASK:
-            asked = time.monotonic()
-            error = lost()
-            if error is not None:
+        if waited - asked > _ASK:
+            asked = waited
+            if (error := lost()) is not None:
                 raise error
         if waited > PATIENCE and not warned:
             warned = True
@@ -41,6 +44,18 @@ def wait_until(
 def missing(store: Any, ranks: Sequence[int]) -> list[int]:
     """Those of whom the store has no key."""
     return [r for r in ranks if not store.check([str(r)])]
+
+
+@contextmanager
+def naming_lost_store(rank: int, what: str) -> Iterator[None]:
+    """PeerLostError where the process that hosts the store is gone."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"rank {rank} came to {what} and lost the process that hosts the job's store (rank 0, most often); look at its "
+            f"own log. ({error})"
+        ) from error
 
 
 def named(ranks: Sequence[int]) -> str:
