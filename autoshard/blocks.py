@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
-from autoshard.ops.block import Block, Value, register
+from autoshard.ops.block import Block, Length, Value, register
 from autoshard.passes import graphs
 from autoshard.passes.base import Phase
 from autoshard.passes.outline_blocks import is_block
@@ -28,6 +30,7 @@ class Halves:
     results: int
 
 
+_OF_TORCH = [{"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}]
 Differentiate = Callable[[GraphModule, list[Any]], Halves]
 Generate = Callable[[GraphModule, Phase], Callable[[list[Any]], Any]]
 
@@ -169,14 +172,22 @@ class _Sizes:
     saved: list[Node]
     tangents: list[Node]
 
-    def find(self, size: Any) -> Value | None:
-        """A size is told by its expression, the same in both graphs."""
+    def find(self, size: Any) -> Length | None:
+        """A size is told by its expression, the same in both graphs; what is none of theirs is computed from them."""
+        place = self._place(str(size))
+        if place is not None:
+            return Length((place,), lambda length: length)
+        symbols = sorted(size.node.expr.free_symbols, key=str)
+        places = tuple(p for p in map(self._place, map(str, symbols)) if p is not None)
+        return Length(places, sympy.lambdify(symbols, size.node.expr, _OF_TORCH)) if len(places) == len(symbols) else None
+
+    def _place(self, size: str) -> Value | None:
         for place, value in zip(self.forward.graph.find_nodes(op="placeholder"), self.inputs):
-            if value.kind == "size" and str(place.meta["val"]) == str(size):
+            if value.kind == "size" and str(place.meta["val"]) == size:
                 return value
         for kind, nodes in (("saved", self.saved), ("tangent", self.tangents)):
             for index, node in enumerate(nodes):
                 lengths = [str(length) for length in node.meta["val"].shape]
-                if str(size) in lengths:
-                    return Value(kind, index, lengths.index(str(size)))  # type: ignore[arg-type]
+                if size in lengths:
+                    return Value(kind, index, lengths.index(size))  # type: ignore[arg-type]
         return None

@@ -29,6 +29,14 @@ class Value:
     dim: int = -1
 
 
+@dataclass(frozen=True)
+class Length:
+    """A size that backward takes: `compute` of what is found at these places, itself if it is one of them."""
+
+    places: tuple[Value, ...]
+    compute: Callable[..., Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """A block that was compiled.
@@ -44,7 +52,7 @@ class Block:
     results: int
     forward: Callable[[list[Any]], Sequence[Tensor]]
     backward: Callable[[list[Any]], Sequence[Tensor]] | None = None
-    sizes: tuple[Value, ...] = ()
+    sizes: tuple[Length, ...] = ()
     saved: tuple[Value, ...] = ()
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
@@ -122,7 +130,11 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     made, saved = _blocks[ctx.key], ctx.saved_tensors
     tangents = [grads[i].contiguous() for i in made.tangents]
     sources = {"saved": saved, "tangent": tangents}
-    sizes = [ctx.sizes[v.index] if v.kind == "size" else sources[v.kind][v.index].shape[v.dim] for v in made.sizes]
+
+    def size(place: Value) -> Any:
+        return ctx.sizes[place.index] if place.kind == "size" else sources[place.kind][place.index].shape[place.dim]
+
+    sizes = [length.compute(*map(size, length.places)) for length in made.sizes]
     found = torch.ops.autoshard.block_backward(saved, tangents, sizes, ctx.key)
     out: list[Tensor | None] = [None] * ctx.count
     for position, gradient in zip(made.gradients, found):
