@@ -141,7 +141,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     body = f"""
     import runpy
     sys.path.insert(0, "examples")
-    sys.argv = ["train_trainer.py", *{[*arguments, "--memory-budget=2MiB"]}]
+    sys.argv = ["train_trainer.py", *{[*arguments, "--memory-budget=2.2MiB"]}]
     runpy.run_path("examples/train_trainer.py", run_name="__main__")
     """
     for ended in launch(2, body):
