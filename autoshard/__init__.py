@@ -22,6 +22,7 @@ from autoshard.report import Report
 from autoshard.runtime import optimizers as _optimizers
 from autoshard.runtime import state as _state
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.sweep import Sweep, Swept, sweep
 from autoshard.torch_internals import original_of
 from autoshard.version import __version__
 
@@ -32,6 +33,8 @@ __all__ = [
     "ParameterGroup",
     "Plan",
     "Report",
+    "Sweep",
+    "Swept",
     "__version__",
     "backend",
     "gathered",
@@ -40,6 +43,7 @@ __all__ = [
     "plan_of",
     "report",
     "state_dict",
+    "sweep",
 ]
 
 

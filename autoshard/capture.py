@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from autoshard import torch_internals
+from autoshard.cost_model.sizes import Open
 from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, take_inventory
+from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
 from autoshard.passes.inline_regions import inline_regions
 from autoshard.passes.outline_blocks import OutlineBlocks
@@ -33,6 +35,7 @@ class Capture:
     """A model's first graph, of fake tensors.
 
     parameters, buffers: the names of graph inputs that are these, by position. tracing: where more can be traced of it.
+    open: the sizes that the graph leaves open.
     """
 
     inventory: Inventory
@@ -41,6 +44,7 @@ class Capture:
     parameters: dict[int, str]
     buffers: dict[int, str]
     tracing: Tracing
+    open: Open = field(default_factory=Open)
 
 
 REPEATED = OutlineBlocks.least
@@ -54,10 +58,11 @@ class _Captured(ThroughDynamo):
         self.graph, self.inputs, self.tracing = graph, inputs, tracing
 
 
-def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None) -> Capture:
-    """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords."""
+def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None, open: bool = False) -> Capture:
+    """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords. open: for
+    any batch, and any number of tokens, where it lets them be open."""
     try:
-        return capture_call(model, *as_call(example_inputs), compute)
+        return capture_call(model, *as_call(example_inputs), compute, open)
     except AutoshardError:
         raise
     except Exception as error:
@@ -68,20 +73,26 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
 
 
 def capture_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compute: torch.dtype | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compute: torch.dtype | None = None,
+    open: bool = False,
 ) -> Capture:
     """The graph of this call of `model`.
 
-    compute: the dtype of gathered parameters; None: their own. The model may be on any device, meta too; neither it nor
-    the inputs are changed or run, and nothing is allocated. UnsupportedError if torch.compile finds no graph in it.
+    compute: the dtype of gathered parameters; None: their own. open: see `open_sizes.leave_open`. The model may be on any
+    device, meta too; neither it nor the inputs are changed or run, and nothing is allocated. UnsupportedError if
+    torch.compile finds no graph in it.
     """
     if next(model.parameters(), None) is None:
         raise UnsupportedError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
+        (args, kwargs), opened = leave_open((args, kwargs)) if open else ((args, kwargs), [])
         show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
-        found = _with_regions(shadow, args, kwargs) or _trace(shadow, args, kwargs)
+        found = _with_regions(shadow, args, kwargs, opened) or _trace(shadow, args, kwargs, opened)
     if found is None:
         raise UnsupportedError(
             f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
@@ -89,7 +100,9 @@ def capture_call(
     return found
 
 
-def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False) -> Capture | None:
+def _trace(
+    shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened], whole: bool = False
+) -> Capture | None:
     """The first graph that Dynamo gives; whole: an error if that is not all of it."""
 
     def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -97,14 +110,16 @@ def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], who
 
     torch_internals.ignore_messages_given_once()
     try:
-        # sizes as they are: Dynamo would take for open what differs from an earlier trace of the same code
+        # other sizes as they are: Dynamo would take for open what differs from an earlier trace of the same code
         torch.compile(shadow, backend=read, fullgraph=whole, dynamic=False)(*args, **kwargs)
     except _Captured as captured:
-        return _captured(shadow, captured)
+        return _captured(shadow, captured, opened)
     return None
 
 
-def _with_regions(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture | None:
+def _with_regions(
+    shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened]
+) -> Capture | None:
     """The graph, blocks that repeat traced once; None where that is not to be had (a block that writes to something, a
     graph break), which a trace without regions tells better."""
     blocks = [m for m in shadow.modules() if isinstance(m, nn.ModuleList) and len(m) >= REPEATED]
@@ -112,7 +127,7 @@ def _with_regions(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not marked:
         return None
     try:
-        return _trace(shadow, args, kwargs, whole=True)
+        return _trace(shadow, args, kwargs, opened, whole=True)
     except TorchDynamoException:
         return None
     finally:
@@ -133,10 +148,12 @@ def _mark(blocks: Sequence[nn.Module]) -> dict[nn.Module, type[nn.Module]]:
     return marked
 
 
-def _captured(shadow: nn.Module, captured: _Captured) -> Capture:
+def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) -> Capture:
     parameters, buffers = names_of(shadow), {id(b): name for name, b in shadow.named_buffers()}
     inputs = captured.inputs
     inline_regions(captured.graph)
+    places = captured.graph.graph.find_nodes(op="placeholder")
+    shown = {id(each.tensor) for each in opened}
     return Capture(
         inventory=take_inventory(
             shadow,
@@ -144,10 +161,11 @@ def _captured(shadow: nn.Module, captured: _Captured) -> Capture:
             in_order_of_last_use(captured.graph, inputs),
         ),
         graph=captured.graph,
-        inputs=tuple(inputs),
+        inputs=tuple(p.meta["example_value"] if id(x) in shown else x for x, p in zip(inputs, places)),
         parameters={i: parameters[id(x)] for i, x in enumerate(inputs) if id(x) in parameters},
         buffers={i: buffers[id(x)] for i, x in enumerate(inputs) if id(x) in buffers},
         tracing=captured.tracing,
+        open=what_stayed_open(opened, inputs, places),
     )
 
 

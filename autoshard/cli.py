@@ -1,4 +1,5 @@
-"""The command line: `autoshard plan` prints the plan of a model, with no GPU and no processes."""
+"""The command line: `autoshard plan` prints the plan of a model, `autoshard sweep` what batches fit and how fast they are;
+with no GPU and no processes."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
 from autoshard.planning import first_look, plan
 from autoshard.report import plan_tables
+from autoshard.sweep import Sweep, sweep
+from autoshard.sweep_report import sweep_tables
 from autoshard.units import counted
 from autoshard.version import __version__
 
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "calibrate":
             return _calibrate(arguments)
         with contextlib.redirect_stdout(sys.stderr):  # what a model file prints is not the plan
-            made = _plan(arguments)
+            made = _sweep(arguments) if arguments.command == "sweep" else _plan(arguments)
         show(made, arguments)
     except AutoshardError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"autoshard: {error}", markup=False)
@@ -64,18 +67,37 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"autoshard {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     p = commands.add_parser("plan", help="print how a model would be trained")
-    p.add_argument("model", nargs="?", help="model.py or model.py:NAME, a function like build()")
-    p.add_argument("--hf", metavar="PATH", help="a Hugging Face config.json or its folder, instead of a file")
     p.add_argument("--batch", type=int, default=1, help="with --hf: sequences a process (default 1)")
     p.add_argument("--seq", type=int, help="with --hf: tokens a sequence (default 2048, or what the model takes)")
-    p.add_argument("--nnodes", type=int, help="machines (default 1)")
-    p.add_argument("--nproc-per-node", type=int, help="processes on each, one a device (default 1)")
-    p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default h100)")
     p.add_argument("--json", action="store_true", help="print the plan as a file that Config(plan=...) reads")
-    flags.add(p)
+    _add_model_and_cluster(p)
+    s = commands.add_parser("sweep", help="print which batches fit, by what stage, and how fast they are")
+    s.add_argument("--batch", type=_numbers, help="samples a process: 1,2,4 (default: doubled until none fits)")
+    s.add_argument("--seq", type=_numbers, help="tokens a sequence: 1024,2048 (default: the example's; with --hf as of plan)")
+    _add_model_and_cluster(s)
     c = commands.add_parser("calibrate", help="measure this machine for better predictions; under torchrun, its links too")
     c.add_argument("--out", type=Path, help="file for the cluster (default: where cluster='auto' finds it)")
     return top
+
+
+def _add_model_and_cluster(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", nargs="?", help="model.py or model.py:NAME, a function like build()")
+    p.add_argument("--hf", metavar="PATH", help="a Hugging Face config.json or its folder, instead of a file")
+    p.add_argument("--nnodes", type=int, help="machines (default 1)")
+    p.add_argument("--nproc-per-node", type=int, help="processes on each, one a device (default 1)")
+    p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default h100)")
+    flags.add(p)
+
+
+def _numbers(text: str) -> list[int]:
+    """ "1,2,4" as numbers."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not legal; legal: numbers from 1 on, such as 1,2,4")
+    return found
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -94,11 +116,18 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if pinned is not None and arguments.model is None and arguments.hf is None:
         _refuse_cluster(arguments)
         return pinned
-    candidate, cluster = _candidate(arguments), _cluster(arguments)
+    candidate, cluster = _candidate(arguments, arguments.batch, arguments.seq), _cluster(arguments)
     optimizer = candidate.optimizer_factory and _checked_factory(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
         return plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
+
+
+def _sweep(arguments: argparse.Namespace) -> Sweep:
+    config = flags.config(arguments)
+    candidate, cluster = _candidate(arguments, 2, max(arguments.seq or [0]) or None), _cluster(arguments)
+    optimizer = candidate.optimizer_factory and _checked_factory(candidate)
+    return sweep(candidate.model, candidate.example_inputs, config, cluster, optimizer)
 
 
 @contextlib.contextmanager
@@ -137,14 +166,14 @@ def _refuse_cluster(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name}: a plan file says that itself; legal: with a model, to check the plan against it")
 
 
-def _candidate(arguments: argparse.Namespace) -> Candidate:
+def _candidate(arguments: argparse.Namespace, batch: int, seq: int | None) -> Candidate:
     if (arguments.model is None) == (arguments.hf is None):
         raise ModelFileError("give one of: a model file, or --hf with a config")
     if arguments.hf is not None:
-        _at_least_one("batch", arguments.batch)
-        if arguments.seq is not None:
-            _at_least_one("seq", arguments.seq)
-        return from_hf(arguments.hf, arguments.batch, arguments.seq)
+        _at_least_one("batch", batch)
+        if seq is not None:
+            _at_least_one("seq", seq)
+        return from_hf(arguments.hf, batch, seq)
     return from_file(arguments.model)
 
 
@@ -179,16 +208,20 @@ def _checked_factory(candidate: Candidate) -> Make:
     return like(made)
 
 
-def show(made: Plan, arguments: argparse.Namespace) -> None:
-    """Prints a plan as tables, or as its file."""
-    if arguments.json:
+def show(made: Plan | Sweep, arguments: argparse.Namespace) -> None:
+    """Prints a plan as tables, or as its file; a sweep as a table."""
+    if isinstance(made, Plan) and arguments.json:
         print(made.to_json())
         return
     console = Console(highlight=False)
     if arguments.model is not None or arguments.hf is not None:
         where = _cluster(arguments)
         console.print(f"{where.nodes} x {where.per_node} {where.device.name}", style="dim")
-    _print_tables(console, made)
+    if isinstance(made, Plan):
+        _print_tables(console, made)
+        return
+    for part in sweep_tables(made, arguments.batch, arguments.seq):
+        console.print(part)
 
 
 if __name__ == "__main__":

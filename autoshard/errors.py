@@ -29,6 +29,10 @@ class ModelFileError(AutoshardError, ValueError):
     """The file given on the command line does not hold what `autoshard plan` needs."""
 
 
+class SweepError(AutoshardError, ValueError):
+    """A sweep was asked for sizes that the model's trace does not leave open."""
+
+
 class PassError(AutoshardError, ValueError):
     """A pass pipeline is not legal, or a pass left a graph that is not."""
 

@@ -16,16 +16,17 @@ from autoshard.cost_model.hardware import is_known
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
-from autoshard.cost_model.program import Category, Program
+from autoshard.cost_model.program import Category, Operation, Program
+from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.step_memory import Held, program_of
-from autoshard.cost_model.step_time import StepTime, step_time
+from autoshard.cost_model.step_time import StepTime, schedule, step_time
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.passes.choose_recompute import Block, choose, least
 from autoshard.plan import Plan
-from autoshard.rehearsal import Prepared, Rehearsed, body_of, group_sizes, prepare, rehearse, rows_of
+from autoshard.rehearsal import Prepared, Rehearsed, body_of, group_sizes, prepare, rows_of
 from autoshard.savings import Savings, Step
 
 TRIALS = 6  # how often a choice is simulated before the best that was found is taken
@@ -49,7 +50,7 @@ class Forecaster:
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
         program, curve, took, unknown = self.simulated(plan)
-        peak = curve.peak({})
+        peak = curve.peak()
         found = replace(
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
@@ -68,6 +69,13 @@ class Forecaster:
             held, unknown = self._held(plan)
             self._known[key] = *self._simulate(plan, self._rehearsed(plan), held), unknown
         return self._known[key]
+
+    def costs(self, plan: Plan) -> tuple[Curve, Schedule]:
+        """The plan's memory and time for all values of the sizes that the capture left open. What Inductor fuses, and what
+        else is decided by sizes, is as at the traced ones."""
+        program, curve, _, _ = self.simulated(plan)
+        held, _ = self._held(plan)
+        return curve, schedule(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
 
     def _simulate(self, plan: Plan, rehearsed: Rehearsed, held: Held) -> tuple[Program, Curve, StepTime]:
         program = self._program(rehearsed, held)
@@ -104,25 +112,27 @@ class Forecaster:
         held, _ = self._held(plan)
         program, curve, took, _ = self.simulated(replace(plan, recompute=()))
         return Savings(
-            self._prepared(plan),
+            self._prepared(replace(plan, recompute=())),
             usual=_step(program, curve, took),
             simulate=lambda rehearsed: _step(*self._simulate(plan, rehearsed, held)),
             simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
-            seconds_of=lambda operation: seconds(work_of(operation), self.cluster.device),
+            seconds_of=self._seconds_of,
         )
+
+    def _seconds_of(self, operation: Operation) -> float:
+        return float(seconds(work_of(operation).at(self.captured.open.number), self.cluster.device))
 
     def _rehearsed(self, plan: Plan) -> Rehearsed:
         """Blocks that are graphs of their own make another graph around them when they save something else."""
-        prepared = self._prepared(plan)
-        if plan.recompute and prepared.kinds:
-            return rehearse(self.captured, plan, self.inductor)
+        usual = self._prepared(replace(plan, recompute=()))
+        prepared = self._prepared(plan) if plan.recompute and usual.kinds else usual
         return prepared.cut(plan)
 
     def _prepared(self, plan: Plan) -> Prepared:
         """Stages that differ in what backward gathers again have this in common."""
-        key = _layouts(plan)
+        key = (*_layouts(plan), plan.recompute)
         if key not in self._ready:
-            self._ready[key] = prepare(self.captured, replace(plan, recompute=()), self.inductor)
+            self._ready[key] = prepare(self.captured, plan, self.inductor)
         return self._ready[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:
@@ -135,6 +145,7 @@ class Forecaster:
             body_of,
             self.cluster.slowest.scatters,
             whole=not rehearsed.blocks,
+            open=self.captured.open,
         )
         program = fuse(program) if self.inductor else program
         if self.cluster.device.name == "cpu":
@@ -156,7 +167,7 @@ class Forecaster:
 
 def _step(program: Program, curve: Curve, took: StepTime) -> Step:
     spent = {span.operation: span.end - span.start for span in took.timeline.spans if span.stream == "compute"}
-    totals = [int(b) for b in curve.at({}).sum(1)]
+    totals = [int(b) for b in curve.at().sum(1)]
     return Step(program, totals, [spent.get(i, 0.0) for i in range(len(program.operations))])
 
 

@@ -45,16 +45,17 @@ def plan(
     if pinned is not None:
         check_plan_fits(pinned, captured.inventory, cluster.world)
         return forecast(pinned)
-    return make_plan(captured.inventory, config, _circumstances(config, cluster), forecast, forecast.fit)
+    return make_plan(captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
 
 
 def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:
     """What can be said before the model is traced: groups, stages and collectives, and the memory of parameters, gradients
     and optimizer, as if every parameter were used. Errors as of `plan`."""
-    return make_plan(take_inventory(model, ()), config, _circumstances(config, cluster))
+    return make_plan(take_inventory(model, ()), config, circumstances(config, cluster))
 
 
-def _circumstances(config: Config, cluster: Cluster) -> Circumstances:
+def circumstances(config: Config, cluster: Cluster) -> Circumstances:
+    """A cluster, and the budget that the config says or a device leaves."""
     return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
 
 

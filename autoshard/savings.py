@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from autoshard.cost_model.program import Operation, Piece, Program
-from autoshard.cost_model.sizes import bytes_of
+from autoshard.cost_model.sizes import Size, bytes_of
 from autoshard.cost_model.work import kind_of
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
@@ -86,8 +86,11 @@ class Savings:
     def _seconds_a_byte(self, node: Node, wanted: set[Node]) -> float:
         several = isinstance(node.meta["val"], (list, tuple))
         kept = [user for user in node.users if user in wanted] if several else [node]
-        made = sum(int(bytes_of(t)) for n in kept for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor))
+        made = sum(self._number(bytes_of(t)) for n in kept for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor))
         return self.seconds_of(Operation(node, "forward", (), ())) / max(made, 1)
+
+    def _number(self, size: Size) -> int:
+        return self.prepared.captured.open.number(size)
 
     def _alone(self, kind: Kind) -> list[Option]:
         """Of a block by itself: the first is torch's own choice."""
@@ -96,7 +99,8 @@ class Savings:
 
     def _cut_alone(self, kind: Kind, policy: str) -> Option:
         step = self.simulate_alone(self.prepared.cut_kind(kind, policy))
-        return Option(policy, sum(int(p.bytes) for p in _saved(step.program)), max(step.totals), sum(step.seconds))
+        saved = sum(self._number(p.bytes) for p in _saved(step.program))
+        return Option(policy, saved, max(step.totals), sum(step.seconds))
 
 
 def _shifted(whole: Option, alone: Option, usual: Option) -> Option:
@@ -115,7 +119,7 @@ def _measured(step: Step, names: Set[str]) -> dict[str, Option]:
     block = [graphs.block_of(o.call or o.node) for o in operations]
     saved: dict[str | None, int] = defaultdict(int)
     for piece in _saved(step.program):
-        saved[block[piece.made]] += int(piece.bytes)
+        saved[block[piece.made]] += step.program.open.number(piece.bytes)
     before: dict[str, int] = {}
     for i, name in enumerate(block):
         if operations[i].half == "forward" and name is not None and name in names:

@@ -61,6 +61,7 @@ __all__ = [
     "input_position",
     "is_view",
     "job_store",
+    "leave_open",
     "original_of",
     "put_random_states_first",
     "recompile_limit",
@@ -301,6 +302,11 @@ def _from_flat(form: str, flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any
 _REGIONS = itertools.count()
 
 
+def leave_open(tensor: torch.Tensor, dimension: int) -> None:
+    """Makes Dynamo trace with a symbol for this size, where the traced code lets it. Seen: 2.11, 2.13."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+
+
 @dataclass(frozen=True)
 class Tracing:
     """A trace that goes on after Dynamo's own: graphs that it gave can be taken through AOTAutograd in it, within the
@@ -321,6 +327,11 @@ class Tracing:
         kind that it needs."""
         with torch._guards.tracing(torch._guards.TracingContext(self.mode)):
             yield
+
+    def guards(self) -> list[Any]:
+        """What the trace took for granted of the sizes that it left open: sympy relations."""
+        env = self.mode.shape_env
+        return [env.replace(guard.expr) for guard in env.guards] if env is not None else []
 
     def like(self, example: Any, shape: Sequence[Any] | None = None) -> Any:
         """A fake tensor for AOTAutograd like one of Dynamo's trace, which has a mode of its own; a size stays as it is.

@@ -77,9 +77,9 @@ def test_liveness_is_what_counting_gives(program: Program, batch: int, length: i
 def test_a_search_sees_the_same_peaks(program: Program) -> None:
     curve = liveness.simulate(program)
     grid = np.array(list(itertools.product(range(1, 5), repeat=2)), dtype=float)
-    found = curve.peaks(batch=grid[:, 0], length=grid[:, 1])
+    found = curve.peaks({"batch": grid[:, 0], "length": grid[:, 1]})
     assert found.tolist() == [curve.peak({BATCH: b, LENGTH: s}).bytes for b, s in grid.astype(int).tolist()]
-    assert (np.diff(curve.peaks(batch=np.arange(1.0, 9), length=np.full(8, 3.0))) >= 0).all()  # monotone in batch
+    assert (np.diff(curve.peaks({"batch": np.arange(1.0, 9), "length": np.full(8, 3.0)})) >= 0).all()  # monotone in batch
 
 
 class Net(nn.Module):

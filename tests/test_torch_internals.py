@@ -367,3 +367,25 @@ def test_nodes_of_a_joint_graph_say_whose_they_are() -> None:
     (grad,) = (n for n in found if n.target is torch.ops.aten.mm.default and torch_internals.is_backward(n))
     assert torch_internals.module_path(tanh) == "1" and not torch_internals.is_backward(tanh)
     assert torch_internals.module_path(grad) == "0"
+
+
+def test_a_trace_leaves_sizes_open_and_says_what_it_took_for_granted() -> None:
+    found = []
+
+    def read(gm: torch.fx.GraphModule, _: object) -> object:
+        found.append((gm, torch_internals.Tracing.here()))
+        return gm.forward
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x
+
+    x = torch.randn(6, 3)
+    torch_internals.leave_open(x, 0)
+    torch.compiler.reset()
+    torch.compile(run, backend=read, dynamic=False)(x)
+    ((gm, tracing),) = found
+    (size, place) = gm.graph.find_nodes(op="placeholder")
+    assert str(place.meta["example_value"].shape[0]) == str(size.meta["example_value"])
+    assert place.meta["example_value"].shape[1] == 3
+    (guard,) = tracing.guards()
+    assert guard.subs(dict.fromkeys(guard.free_symbols, 8)) and not guard.subs(dict.fromkeys(guard.free_symbols, 7))

@@ -23,7 +23,7 @@ from autoshard.cost_model.program import Operation, Piece, Program
 def fuse(program: Program) -> Program:
     """The program after fusion; each kernel stands in it as one operation, by the name of its last."""
     program, gone = inline(program)
-    out = Program()
+    out = Program(open=program.open)
     moved: dict[int, int] = {}  # where the operation at a position of the old program ended up
     inner = {p for i in gone for p in program.operations[i].makes}
     for code, several in itertools.groupby(range(len(program.operations)), lambda i: program.operations[i].code):

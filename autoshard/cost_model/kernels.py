@@ -8,8 +8,10 @@ name ends with the dtype where rates differ by it.
 
 from __future__ import annotations
 
-import bisect
-import math
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware import Device, Table
 from autoshard.cost_model.work import Kind, Work
@@ -19,20 +21,22 @@ from autoshard.cost_model.work import Kind, Work
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.85
 _BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
 _LIKE: dict[Kind, Kind] = {"other": "pointwise"}
+Amount: TypeAlias = "float | NDArray[np.float64]"
 
 
-def seconds(work: Work, device: Device, fused: bool = False) -> float:
-    """Seconds of one kernel whose sizes are numbers. fused: generated code, which no dispatcher comes before."""
-    size = float(work.flops if work.kind in _BY_FLOPS else work.read + work.written)
+def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
+    """Seconds of one kernel whose sizes are numbers, or of as many as their arrays have. fused: generated code, which no
+    dispatcher comes before."""
+    size: Any = work.flops if work.kind in _BY_FLOPS else work.read + work.written
     table = _table(work, device)
     if table is None:
         return device.launch + _roofline(work, device)
     hard = device.tables.get("hard")
     spent = look_up(table, size)
-    if hard is not None and work.hard:
-        spent = max(spent, look_up(hard, float(work.hard)))
-    saved = look_up(table, 0) - device.launch if fused else 0.0
-    return max(spent - max(saved, 0.0), device.launch)
+    if hard is not None and np.any(work.hard):
+        spent = np.maximum(spent, look_up(hard, work.hard))
+    saved = max(table[0][1] - device.launch, 0.0) if fused else 0.0
+    return np.maximum(spent - saved, device.launch)
 
 
 def _table(work: Work, device: Device) -> Table | None:
@@ -40,22 +44,16 @@ def _table(work: Work, device: Device) -> Table | None:
     return device.tables.get(f"{kind}.{work.dtype}") or device.tables.get(f"{kind}.fp32" if kind in _BY_FLOPS else kind)
 
 
-def _roofline(work: Work, device: Device) -> float:
+def _roofline(work: Work, device: Device) -> Amount:
     rate = device.flops.get(work.dtype) or device.flops.get("fp32") or max(device.flops.values())
-    computing = float(work.flops) / (rate * REACHED_FLOPS)
-    moving = float(work.read + work.written) / (device.bandwidth * REACHED_BANDWIDTH)
-    return max(computing, moving)
+    flops: Any = work.flops
+    moved: Any = work.read + work.written
+    return np.maximum(flops / (rate * REACHED_FLOPS), moved / (device.bandwidth * REACHED_BANDWIDTH))
 
 
-def look_up(table: Table, size: float) -> float:
-    """The seconds of this size. See [Note: Tables]."""
-    sizes = [s for s, _ in table]
-    at = bisect.bisect_left(sizes, size)
-    if at == 0:
-        return table[0][1]
-    if at == len(table):
-        return table[-1][1] * size / table[-1][0]
-    (low, fast), (high, slow) = table[at - 1], table[at]
-    share = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))
-    return math.exp(math.log(fast) + share * (math.log(slow) - math.log(fast)))
+def look_up(table: Table, size: Any) -> Amount:
+    """The seconds of this size, or of each of an array. See [Note: Tables]."""
+    sizes, spent = np.array(table).T
+    within = np.exp(np.interp(np.log(np.maximum(size, sizes[0])), np.log(sizes), np.log(spent)))
+    return np.where(size > sizes[-1], spent[-1] * size / sizes[-1], within)
 

@@ -8,8 +8,8 @@ operation's exceed in every term: a few dozen of thousands, which is why a searc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,13 +17,14 @@ import sympy
 from numpy.typing import NDArray
 
 from autoshard.cost_model.program import Category, Program
-from autoshard.cost_model.sizes import Size
+from autoshard.cost_model.sizes import Open, Size, Values, evaluator
 
 CATEGORIES: tuple[Category, ...] = (
     "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
     "workspace",
 )
 Point = Mapping[sympy.Symbol, float]
+_AS_TRACED: Point = {}
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,28 @@ class Peak:
 class Terms:
     """The products of symbols that sizes are sums of, in the order in which they were met."""
 
-    def __init__(self) -> None:
+    def __init__(self, open: Open) -> None:
         self.index: dict[sympy.Expr, int] = {}
+        self._open = open
         self._known: dict[Size, dict[int, int]] = {}
 
     def coefficients(self, size: Size) -> dict[int, int]:
         """{term: factor} of a size."""
         if size not in self._known:
-            parts = sympy.expand(size).as_coefficients_dict() if isinstance(size, sympy.Expr) else {sympy.S.One: size}
+            named = self._open.named(size)
+            parts = sympy.expand(named).as_coefficients_dict() if isinstance(named, sympy.Expr) else {sympy.S.One: named}
             self._known[size] = {self.index.setdefault(t, len(self.index)): int(c) for t, c in parts.items()}
         return self._known[size]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes over a step: `matrix` is (operations + 1) × categories × terms, the last row the optimizer step."""
+    """Bytes over a step: `matrix` is (operations + 1) × categories × terms, the last row the optimizer step. traced: what
+    the terms' symbols were in the trace."""
 
     terms: tuple[sympy.Expr, ...]
     matrix: NDArray[np.int64]
+    traced: Point = field(default_factory=dict)
 
     @cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
@@ -64,11 +69,12 @@ class Curve:
         found = set().union(*(t.free_symbols for t in self.terms))
         return tuple(sorted(found, key=str))
 
-    def at(self, point: Point) -> NDArray[np.int64]:
-        """(operations + 1) × categories, bytes."""
-        return self.matrix @ np.array([int(t.subs(point)) for t in self.terms], dtype=np.int64)
+    def at(self, point: Point = _AS_TRACED) -> NDArray[np.int64]:
+        """(operations + 1) × categories, bytes; what is not given is as it was in the trace."""
+        sizes = {**self.traced, **point}
+        return self.matrix @ np.array([int(t.subs(sizes)) for t in self.terms], dtype=np.int64)
 
-    def peak(self, point: Point) -> Peak:
+    def peak(self, point: Point = _AS_TRACED) -> Peak:
         """The first of the highest moments."""
         bytes_at = self.at(point)
         totals = bytes_at.sum(1)
@@ -86,18 +92,19 @@ class Curve:
                 kept.append(row)
         return np.array(kept)
 
-    def peaks(self, **values: NDArray[np.float64]) -> NDArray[np.float64]:
+    @cached_property
+    def _evaluate(self) -> Callable[[Values], NDArray[np.float64]]:
+        return evaluator(self.terms)
+
+    def peaks(self, values: Values) -> NDArray[np.float64]:
         """The peak in bytes for many points at once: an array for each symbol, by name, all of one shape."""
-        names = [str(s) for s in self.symbols]
-        evaluate = sympy.lambdify(names, list(self.terms), "numpy", cse=True)
-        shape = np.broadcast_shapes(*(np.shape(v) for v in values.values()))
-        at = [np.broadcast_to(t, shape) for t in evaluate(*(values[n] for n in names))]
-        return np.tensordot(self.undominated, np.stack(at), 1).max(0)
+        peaks: NDArray[np.float64] = np.tensordot(self.undominated, self._evaluate(values), 1).max(0)
+        return peaks
 
 
 def simulate(program: Program) -> Curve:
     """The curve of a program. A piece counts from the operation that makes it to its last reader, both included."""
-    terms, length = Terms(), len(program.operations) + 1
+    terms, length = Terms(program.open), len(program.operations) + 1
     found = [terms.coefficients(piece.bytes) for piece in program.pieces]
     matrix = np.zeros((length + 1, len(CATEGORIES), len(terms.index)), dtype=np.int64)
     for piece, coefficients in zip(program.pieces, found):
@@ -105,4 +112,4 @@ def simulate(program: Program) -> Curve:
         for term, factor in coefficients.items():
             matrix[max(piece.made, 0), category, term] += factor
             matrix[min(piece.last, length - 1) + 1, category, term] -= factor
-    return Curve(tuple(terms.index), matrix.cumsum(0)[:-1])
+    return Curve(tuple(terms.index), matrix.cumsum(0)[:-1], program.open.traced)

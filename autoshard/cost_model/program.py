@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from autoshard.cost_model.sizes import Size, bytes_of
+from autoshard.cost_model.sizes import Open, Size, bytes_of
 
 Category = Literal[
     "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
@@ -93,10 +93,11 @@ Value = Any  # the number of a piece, a list of values, or None for what is no t
 
 @dataclass
 class Program:
-    """A step's operations in order, and its pieces."""
+    """A step's operations in order, and its pieces. open: the sizes that these leave open."""
 
     operations: list[Operation] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    open: Open = field(default_factory=Open)
 
     def add(self, size: Size, category: Category, made: int, last: int, maker: str = "", seen: bool = False) -> int:
         """A new piece; its number."""
@@ -115,10 +116,10 @@ Body = tuple[GraphModule, Sequence[Node]]
 class Writer:
     """Writes graphs into a program, one after the other."""
 
-    def __init__(self, body_of: Callable[[Node], Body | None], scatters: bool = True) -> None:
+    def __init__(self, body_of: Callable[[Node], Body | None], scatters: bool = True, open: Open | None = None) -> None:
         """body_of: the graph that a call of a block runs and the nodes that it takes; None of other calls.
         scatters: False of a transport that reduces a copy of the whole, as gloo does."""
-        self.program, self.body_of, self.scatters = Program(), body_of, scatters
+        self.program, self.body_of, self.scatters = Program(open=open or Open()), body_of, scatters
         self._codes, self._code, self._caller = itertools.count(), cast("int | None", None), cast("Node | None", None)
         self._in_flight: dict[int, tuple[int, ...]] = {}  # by what a collective gives: what the transport holds meanwhile
 

@@ -34,8 +34,8 @@ def _bytes_at(program: Program, positions: range) -> NDArray[np.int64]:
     for piece in program.pieces:
         if piece.last < positions.start or piece.made >= positions.stop or piece.category in _OUTSIDE:
             continue
-        change[max(piece.made - positions.start, 0)] += int(piece.bytes)
-        change[min(piece.last + 1, positions.stop) - positions.start] -= int(piece.bytes)
+        change[max(piece.made - positions.start, 0)] += program.open.number(piece.bytes)
+        change[min(piece.last + 1, positions.stop) - positions.start] -= program.open.number(piece.bytes)
     return change.cumsum()[:-1]
 
 
@@ -58,7 +58,7 @@ def _keep(program: Program, positions: range, count: NDArray[np.int64], placed: 
         for piece in dict.fromkeys((*operation.reads, *operation.makes)):
             found = program.pieces[piece]
             if found.last == at and found.made >= positions.start and piece not in handed_on:
-                free.setdefault(int(found.bytes), []).append(piece)
+                free.setdefault(program.open.number(found.bytes), []).append(piece)
 
 
 def _take(
@@ -66,12 +66,13 @@ def _take(
 ) -> None:
     """Gives a result the memory of the latest dead piece of its size, if it may be kept until then."""
     made = program.pieces[piece]
-    candidates = free.get(int(made.bytes), [])
-    if not candidates or not made.bytes:
+    size = program.open.number(made.bytes)
+    candidates = free.get(size, [])
+    if not candidates or not size:
         return
     dead = program.pieces[candidates[-1]]
     between = slice(dead.last + 1 - start, made.made - start)
-    if count[between].max(initial=0) + int(made.bytes) <= highest or dead.last + 1 == made.made:
-        count[between] += int(made.bytes)
+    if count[between].max(initial=0) + size <= highest or dead.last + 1 == made.made:
+        count[between] += size
         dead.last = made.made - 1
         candidates.pop()

@@ -1,14 +1,70 @@
-"""How many bytes a fake value takes, as a sympy expression of the sizes that a trace left open."""
+"""How many bytes a fake value takes, as a sympy expression of the sizes that a trace left open, and what those come to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import sympy
+from numpy.typing import NDArray
 from torch import SymInt, Tensor
 
 Size: TypeAlias = "int | sympy.Expr"
+Values: TypeAlias = "Mapping[str, NDArray[np.float64] | float]"  # of sizes that are open, by name
+
+
+@dataclass(frozen=True)
+class Open:
+    """The sizes that a trace left open. names: what its symbols stand for. traced: what these were in the trace."""
+
+    names: Mapping[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    traced: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    _known: dict[Size, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def named(self, size: Size) -> Size:
+        """The size in terms of what the symbols stand for."""
+        return size.xreplace(dict(self.names)) if isinstance(size, sympy.Expr) else size
+
+    def number(self, size: Size) -> int:
+        """What the size was in the trace."""
+        if not isinstance(size, sympy.Expr):
+            return size
+        if size not in self._known:
+            numbers = {s: sympy.Integer(self.traced[named]) for s, named in self.names.items()}
+            self._known[size] = int(size.xreplace({**numbers, **self.traced}))
+        return self._known[size]
+
+
+    def conditions(self, guards: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
+        """What a trace took for granted, in terms of what its symbols stand for; without what is always so."""
+        found = (sympy.sympify(g).xreplace(dict(self.names)) for g in guards)
+        return tuple(dict.fromkeys(g for g in found if g != sympy.true and g.free_symbols <= self.traced.keys()))
+
+
+def truth(condition: sympy.Basic, values: Values) -> NDArray[np.bool_]:
+    """Whether a condition holds, for many points."""
+    symbols = sorted(condition.free_symbols, key=str)
+    held = sympy.lambdify(symbols, condition, [_OF_TORCH, "numpy"])(*(values[str(s)] for s in symbols))
+    return np.asarray(held, dtype=bool)
+
+
+def evaluator(sizes: Sequence[Size]) -> Callable[[Values], NDArray[np.float64]]:
+    """All of these at once, for many points: (sizes × points) from an array of values for each name."""
+    symbols = sorted(set().union(*(s.free_symbols for s in sizes if isinstance(s, sympy.Expr))), key=str)
+    compute = sympy.lambdify(symbols, list(sizes), [_OF_TORCH, "numpy"], cse=True)
+
+    def evaluate(values: Values) -> NDArray[np.float64]:
+        shape = np.broadcast_shapes(*(np.shape(v) for v in values.values()))
+        found = compute(*(values[str(s)] for s in symbols))
+        return np.stack([np.broadcast_to(np.asarray(f, dtype=np.float64), shape) for f in found])
+
+    return evaluate
+
+
+# what torch writes into the expressions of a trace's sizes
+_OF_TORCH = {"FloorDiv": np.floor_divide, "CleanDiv": np.floor_divide, "Mod": np.mod, "PythonMod": np.mod}
 
 
 def size_of(number: Any) -> Size:

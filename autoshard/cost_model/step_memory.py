@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autoshard.cost_model.program import Body, Category, Program, Value, Writer, pieces_of
-from autoshard.cost_model.sizes import Size, bytes_of
+from autoshard.cost_model.sizes import Open, Size, bytes_of
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ def program_of(
     body_of: Callable[[Node], Body | None],
     scatters: bool = True,
     whole: bool = True,
+    open: Open | None = None,
 ) -> Program:
     """The program of one step, whose last position is the optimizer's. whole: forward and backward are compiled as they
-    are; else the blocks that they call."""
-    writer = Writer(body_of, scatters)
+    are; else the blocks that they call. open: the sizes that the graphs leave open."""
+    writer = Writer(body_of, scatters, open)
     program = writer.program
     outputs = writer.write(forward, "forward", _inputs(program, forward, held), whole)
     program.keep(outputs[:results], len(program.operations) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import ring_seconds
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.timeline import Timeline
 from autoshard.cost_model.work import Work, work_of
 
@@ -33,17 +35,43 @@ class StepTime:
 def step_time(
     program: Program, moved: Sequence[int], cluster: Cluster, group_sizes: Mapping[str, int], fused: bool
 ) -> StepTime:
-    """The time of a program whose sizes are numbers. group_sizes: processes by the group's name. moved: bytes of each of
-    the optimizer's operations. fused: generated code."""
+    """The time of a program, sizes as they were in the trace. group_sizes: processes by the group's name. moved: bytes of
+    each of the optimizer's operations. fused: generated code."""
+
+    @functools.cache
+    def spent(work: Work, generated: bool) -> float:
+        return float(seconds(work, cluster.device, generated))
 
     def kernel(operation: Operation) -> float:
-        return seconds(work_of(operation), cluster.device, fused and bool(operation.parts[1:]))
+        return spent(work_of(operation).at(program.open.number), fused and _is_generated(operation))
 
     def collective(operation: Operation) -> float:
         return collective_seconds(operation, cluster, group_sizes)
 
     line = timeline.simulate(program, kernel, collective, cluster.device.interference)
-    return StepTime(line, sum(seconds(Work("pointwise", 0, bytes, 0), cluster.device) for bytes in moved))
+    return StepTime(line, _optimizer(moved, cluster))
+
+
+def schedule(
+    program: Program, moved: Sequence[int], cluster: Cluster, group_sizes: Mapping[str, int], fused: bool
+) -> Schedule:
+    """The same step for many sizes at once."""
+    return schedule_of(
+        program,
+        lambda operation: collective_seconds(operation, cluster, group_sizes),
+        lambda operation: fused and _is_generated(operation),
+        cluster.device,
+        _optimizer(moved, cluster),
+    )
+
+
+def _is_generated(operation: Operation) -> bool:
+    """Whether it is a kernel that several operations were fused into."""
+    return bool(operation.parts[1:])
+
+
+def _optimizer(moved: Sequence[int], cluster: Cluster) -> float:
+    return sum(float(seconds(Work("pointwise", 0, bytes, 0), cluster.device)) for bytes in moved)
 
 
 def collective_seconds(operation: Operation, cluster: Cluster, group_sizes: Mapping[str, int]) -> float:
@@ -56,7 +84,7 @@ def collective_seconds(operation: Operation, cluster: Cluster, group_sizes: Mapp
     payload = value.numel() * value.element_size() * (size if name == "all_gather" else 1)
     table = cluster.device.tables.get(f"{name}@{size}")
     if table is not None and cluster.nodes == 1:
-        return look_up(table, payload)
+        return float(look_up(table, payload))
     return ring_seconds("all_reduce" if name == "broadcast" else name, payload, size, cluster.slowest)
 
 

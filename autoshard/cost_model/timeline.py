@@ -2,14 +2,19 @@
 
 [Note: Streams] Compute runs in the order of the program. A collective starts when it is issued and the one before it is
 through, for each link carries out its collectives in turn. A wait holds compute up until its collective has ended. Where
-the processor itself moves the bytes (gloo), compute slows down meanwhile: by `interference` of the overlapped time.
+the processor itself moves the bytes (gloo), compute slows down meanwhile: it loses `interference` of each second. So several
+operations take beside a collective what one of their whole length would.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from autoshard.cost_model.kernels import Amount
 from autoshard.cost_model.program import WAIT, Operation, Program
 
 Seconds = Callable[[Operation], float]
@@ -46,6 +51,13 @@ def land(program: Program, line: Timeline) -> None:
             piece.last = min(piece.last, max(beside, default=piece.made))
 
 
+def slowed(taken: Amount, busy: Amount, interference: float) -> Amount:
+    """Seconds of compute that takes `taken` alone, the link being busy for `busy` more."""
+    left = max(1 - interference, 0.0)
+    beside = np.minimum(np.maximum(busy, 0.0), taken / left if left else math.inf)
+    return taken + interference * beside
+
+
 def simulate(program: Program, kernel: Seconds, collective: Seconds, interference: float = 0.0) -> Timeline:
     """The timeline of a program without its optimizer's step."""
     now = link = compute = communication = exposed = 0.0
@@ -63,9 +75,7 @@ def simulate(program: Program, kernel: Seconds, collective: Seconds, interferenc
             ends.update(dict.fromkeys(operation.makes, link))
             spans.append(Span(i, "link", start, link))
         else:
-            taken = kernel(operation)
-            overlapped = min(max(link - now, 0.0), taken)
-            end = now + taken + interference * overlapped
+            end = now + float(slowed(kernel(operation), link - now, interference))
             compute += end - now
             spans.append(Span(i, "compute", now, end))
             now = end

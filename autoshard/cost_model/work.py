@@ -7,7 +7,8 @@ function of (exp, tanh, erf), which bound such kernels on CPUs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,11 @@ class Work:
     written: Size
     hard: Size = 0
     dtype: str = "fp32"
+
+    def at(self, evaluate: Callable[[Size], Any]) -> Work:
+        """The same with what its sizes come to."""
+        read, written = evaluate(self.read), evaluate(self.written)
+        return replace(self, flops=evaluate(self.flops), read=read, written=written, hard=evaluate(self.hard))
 
     @property
     def guessed(self) -> bool:

@@ -53,16 +53,24 @@ def make_plan(
     budget by recomputation, as far as that goes, where that is to be chosen.
     """
     fit = fit if config.recompute == "auto" else None
-    axes = config.mesh_axes() or (("shard", where.cluster.world),)
-    _check_axes(axes, where.cluster.world)
+    plans = at_stages(inventory, config, where)
     if config.zero == "auto":
-        stages = range(4) if where.cluster.world > 1 else range(1)
-        return _choose([_at_stage(inventory, config, where, axes, s) for s in stages], config, where, forecast, fit)
-    plan = forecast(_at_stage(inventory, config, where, axes, config.zero))
+        return _choose(plans, config, where, forecast, fit)
+    plan = forecast(plans[0])
     if where.budget is not None and config.memory_budget is not None:
         plan = _fitted(plan, where.budget, fit)
     _check_budget([plan], config, where)
     return _because(plan, f"zero={config.zero} was asked for")
+
+
+def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:
+    """The plan of each stage that the config admits, with what is known before a forecast. ConfigError if the mesh does not
+    fit."""
+    axes = config.mesh_axes() or (("shard", where.cluster.world),)
+    _check_axes(axes, where.cluster.world)
+    every = range(4) if where.cluster.world > 1 else range(1)
+    stages = every if config.zero == "auto" else (config.zero,)
+    return [_at_stage(inventory, config, where, axes, stage) for stage in stages]
 
 
 def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:

@@ -1,0 +1,170 @@
+"""The time of a step for many sizes at once: a program whose kernels between two events on the link are one stretch.
+
+[Note: Stretches] What a timeline does with each kernel (`timeline.slowed`) it does with their sum, so a step of thousands
+of kernels is a few hundred events. Kernels that are alike are counted: a stretch is a row of counts, a step's time a
+product of counts and the kernels' times, then a walk over the events; all for an array of points. It is the sum that
+`timeline.simulate` gives, for sizes that were not traced too; which operations there are, and in which order, stays as it
+was in the trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost_model.hardware import Device
+from autoshard.cost_model.kernels import seconds
+from autoshard.cost_model.program import WAIT, Operation, Program
+from autoshard.cost_model.sizes import Values, evaluator
+from autoshard.cost_model.timeline import slowed
+from autoshard.cost_model.work import Work, work_of
+
+_AT_ONCE = 1 << 12  # points, so that what is computed for them stays in a cache
+Kernel = tuple[Work, bool]  # its sizes as expressions; whether code is generated for it
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Kernels one after the other: how often each."""
+
+    counts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective that is issued. gives: the pieces that its wait will name."""
+
+    seconds: float
+    gives: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For the collective that gave these pieces."""
+
+    pieces: tuple[int, ...]
+
+
+Event = Stretch | Message | Wait
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step: events in order, over kernels of a device; then the optimizer, `after` seconds."""
+
+    kernels: tuple[Kernel, ...]
+    events: tuple[Event, ...]
+    device: Device
+    after: float
+
+    def seconds(self, values: Values) -> NDArray[np.float64]:
+        """The step's seconds for many points at once: an array for each open size, by name, all of one shape."""
+        shape = np.broadcast_shapes(*(np.shape(v) for v in values.values()))
+        flat = {name: np.broadcast_to(v, shape).reshape(-1) for name, v in values.items()}
+        count = math.prod(shape)
+        parts = [self._seconds({n: v[at : at + _AT_ONCE] for n, v in flat.items()}) for at in range(0, count, _AT_ONCE)]
+        return np.concatenate(parts).reshape(shape) if parts else np.zeros(shape)
+
+    def _seconds(self, values: Values) -> NDArray[np.float64]:
+        spent = self._stretches(values)
+        now = link = np.zeros(spent.shape[1:])
+        ends: dict[int, Any] = {}
+        for event in self.events:
+            if isinstance(event, Stretch):
+                now = now + slowed(spent[self._row[event]], link - now, self.device.interference)
+            elif isinstance(event, Message):
+                link = np.maximum(link, now) + event.seconds
+                ends.update(dict.fromkeys(event.gives, link))
+            else:
+                for piece in event.pieces:
+                    now = np.maximum(now, ends.pop(piece, now))
+        return np.atleast_1d(now + self.after)
+
+    @cached_property
+    def _row(self) -> dict[Stretch, int]:
+        """Stretches that are equal are computed once."""
+        distinct = dict.fromkeys(e for e in self.events if isinstance(e, Stretch))
+        return {stretch: row for row, stretch in enumerate(distinct)}
+
+    @cached_property
+    def _counts(self) -> NDArray[np.float64]:
+        counts = np.zeros((len(self._row), len(self.kernels)))
+        for stretch, row in self._row.items():
+            for kernel, count in stretch.counts:
+                counts[row, kernel] = count
+        return counts
+
+    @cached_property
+    def _sizes(self) -> Callable[[Values], NDArray[np.float64]]:
+        return evaluator([size for work, _ in self.kernels for size in _sizes_of(work)])
+
+    def _stretches(self, values: Values) -> NDArray[np.float64]:
+        """(distinct stretches × points), seconds of each."""
+        found = self._sizes(values).reshape(len(self.kernels), 4, *_shape(values))
+        times = np.stack([self._kernel(kernel, sizes) for kernel, sizes in zip(self.kernels, found)])
+        return np.tensordot(self._counts, times, 1)
+
+    def _kernel(self, kernel: Kernel, sizes: NDArray[np.float64]) -> Any:
+        work, generated = kernel
+        at: Any = dict(zip(("flops", "read", "written", "hard"), sizes))
+        return np.broadcast_to(seconds(replace(work, **at), self.device, generated), sizes.shape[1:])
+
+
+def _shape(values: Values) -> tuple[int, ...]:
+    return np.broadcast_shapes(*(np.shape(v) for v in values.values()))
+
+
+def _sizes_of(work: Work) -> tuple[Any, ...]:
+    return work.flops, work.read, work.written, work.hard
+
+
+class _Book:
+    """Kernels by number, and the events so far."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[Kernel, int] = {}
+        self.events: list[Event] = []
+        self._open: Counter[int] = Counter()
+
+    def run(self, kernel: Kernel) -> None:
+        """One more in this stretch."""
+        self._open[self.kernels.setdefault(kernel, len(self.kernels))] += 1
+
+    def note(self, event: Message | Wait) -> None:
+        """Ends the stretch."""
+        self.close()
+        self.events.append(event)
+
+    def close(self) -> None:
+        """What was run since the last event is one stretch."""
+        if self._open:
+            self.events.append(Stretch(tuple(sorted(self._open.items()))))
+            self._open = Counter()
+
+
+def schedule_of(
+    program: Program,
+    collective: Callable[[Operation], float],
+    generated: Callable[[Operation], bool],
+    device: Device,
+    after: float,
+) -> Schedule:
+    """The schedule of a program. collective: the seconds of one. generated: whether code is generated for an operation.
+    after: the optimizer's seconds."""
+    book = _Book()
+    for operation in program.operations:
+        if operation.name == WAIT:
+            book.note(Wait(operation.reads))
+        elif operation.name.startswith("_c10d_functional"):
+            book.note(Message(collective(operation), operation.makes))
+        else:
+            book.run((work_of(operation).at(program.open.named), generated(operation)))
+    book.close()
+    return Schedule(tuple(book.kernels), tuple(book.events), device, after)

@@ -1,0 +1,153 @@
+"""Which batch fits, and how fast it is: all plans of a model, for every batch and sequence, from one trace.
+
+[Note: Sweeps] A model is traced once, with its batch and its sequence open; each stage of ZeRO, as it is and with all blocks
+recomputed, is rehearsed once. What follows are arrays: memory and time of a hundred thousand points take a second. What
+Inductor fuses, what the partitioner saves and how collectives lie beside kernels is as at the sizes of the trace, so far
+from them `plan` is the better judge; for code that is not generated the bytes are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import sympy
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+
+from autoshard.capture import capture
+from autoshard.config import Config
+from autoshard.cost_model import accuracy
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.liveness import Curve
+from autoshard.cost_model.optimizer import NAMED, Make
+from autoshard.cost_model.schedule import Schedule
+from autoshard.cost_model.sizes import Open, truth
+from autoshard.errors import SweepError
+from autoshard.forecast import Forecaster
+from autoshard.passes.choose_zero import at_stages
+from autoshard.passes.group_parameters import block_of
+from autoshard.plan import Plan
+from autoshard.planning import HERE, circumstances
+
+_MOST = 1 << 16  # the largest batch that is looked for
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: a plan, its memory and its time for all sizes."""
+
+    plan: Plan
+    curve: Curve
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The fastest way that fits, for each point; where none does, that of the least peak. All arrays have the points'
+    shape. way: its index in `Sweep.ways`. peak: bytes a process. seconds: of a step."""
+
+    way: NDArray[np.int64]
+    peak: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    fits: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The ways to train a model on a cluster. budget: bytes a process; None: no limit is known. open: the sizes that may be
+    any, and what they were in the trace. holds: what the trace took for granted of them. error, seconds_error: how far
+    measurements were off from predictions like these, as shares of them."""
+
+    ways: tuple[Way, ...]
+    budget: int | None
+    open: Open
+    holds: tuple[sympy.Basic, ...] = ()
+    error: tuple[float, float] | None = None
+    seconds_error: tuple[float, float] | None = None
+
+    @property
+    def world(self) -> int:
+        """Processes of the job."""
+        return self.ways[0].plan.world
+
+    def at(self, **sizes: ArrayLike) -> Swept:
+        """What comes of sizes, numbers or arrays of one shape: `sweep.at(batch=[1, 2, 4], sequence=2048)`. What is not given
+        is as it was in the trace. SweepError of a size that the trace has as a number, or for which it does not hold."""
+        values = self._values(sizes)
+        peaks = np.stack([way.curve.peaks(values) for way in self.ways])
+        seconds = np.stack([way.schedule.seconds(values) for way in self.ways])
+        fits = peaks <= (np.inf if self.budget is None else self.budget)
+        way = np.where(fits.any(0), np.where(fits, seconds, np.inf).argmin(0), peaks.argmin(0))
+        chosen: list[Any] = [np.take_along_axis(each, way[None], 0)[0] for each in (peaks, seconds, fits)]
+        return Swept(way, *chosen)
+
+    def largest(self, **sizes: ArrayLike) -> int:
+        """The largest batch that fits, other sizes as given; 0 if none does. SweepError without a budget."""
+        if self.budget is None:
+            raise SweepError("memory_budget: without one every batch fits; legal: bytes, '72GiB', ...")
+        batches = np.arange(1, _MOST + 1)
+        peaks = np.stack([way.curve.peaks(self._values({**sizes, "batch": batches})) for way in self.ways]).min(0)
+        return int(np.argmin(np.append(peaks, np.inf) <= self.budget))
+
+    def _values(self, sizes: dict[str, ArrayLike]) -> dict[str, NDArray[np.float64]]:
+        traced = {str(symbol): size for symbol, size in self.open.traced.items()}
+        unknown = sizes.keys() - traced.keys()
+        if unknown:
+            raise SweepError(f"{sorted(unknown)[0]}: this model's trace has it as a number; open are: {', '.join(traced) or 'none'}")
+        given = {name: np.asarray(sizes.get(name, size), dtype=np.float64) for name, size in traced.items()}
+        for name, values in given.items():
+            if values.size and values.min() < 1:
+                raise SweepError(f"{name}: {values.min():g} is not legal; legal: 1 or more")
+        shape = np.broadcast_shapes(*(v.shape for v in given.values()))
+        points = {name: np.broadcast_to(v, shape) for name, v in given.items()}
+        for condition in self.holds:
+            if not truth(condition, points).all():
+                raise SweepError(f"the trace holds for {condition} only, which not all of these sizes are")
+        return points
+
+
+def sweep(
+    model: nn.Module,
+    example_inputs: Any,
+    config: Config | None = None,
+    cluster: Cluster = HERE,
+    optimizer: Make | None = None,
+) -> Sweep:
+    """All ways to train `model` on a cluster that `config` leaves open; arguments and errors as of `autoshard.plan`.
+
+    Batch is the first dimension of the inputs, sequence the second of those that hold whole numbers.
+    """
+    config = config or Config()
+    compute = config.dtypes()[0] if cluster.world > 1 else None
+    captured = capture(model, example_inputs, compute, open=True)
+    if not captured.open.traced:
+        raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
+    forecaster = Forecaster(captured, optimizer or NAMED[config.optimizer], cluster, config.codegen == "inductor")
+    where = circumstances(config, cluster)
+    stages = _possible(at_stages(captured.inventory, config, where), where.budget)
+    plans = [p for stage in stages for p in _recomputed(stage, config)]
+    ways = tuple(Way(p, *forecaster.costs(p)) for p in plans)
+    return Sweep(
+        ways,
+        where.budget,
+        captured.open,
+        captured.open.conditions(captured.tracing.guards()),
+        accuracy.memory_error(cluster.device.name, forecaster.inductor),
+        accuracy.time_error(cluster.device.name, forecaster.inductor),
+    )
+
+
+def _possible(plans: list[Plan], budget: int | None) -> list[Plan]:
+    """Those whose parameters, gradients and optimizer alone fit; if none do, the last, which takes the least."""
+    return [p for p in plans if budget is None or p.predicted.peak_bytes <= budget] or plans[-1:]
+
+
+def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:
+    """The plan, and with all of its blocks recomputed where that is to be chosen."""
+    blocks = dict.fromkeys(filter(None, (block_of(name) for g in plan.groups for name in g.parameters)))
+    if config.recompute != "auto" or not blocks:
+        return [plan]
+    return [plan, replace(plan, recompute=tuple((block, "full") for block in blocks))]

@@ -1,0 +1,82 @@
+"""Sweeps as tables for people, 80 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.sweep import Sweep
+from autoshard.units import bytes_text, counted
+
+_UP_TO = 64  # the largest batch that is shown where all fit
+
+Sizes = dict[str, int]
+
+
+def sweep_tables(
+    sweep: Sweep, batches: Sequence[int] | None = None, sequences: Sequence[int] | None = None
+) -> list[RenderableType]:
+    """A line for each batch and sequence. None: batches doubled while they fit, the sequence that was traced."""
+    traced = {str(symbol): size for symbol, size in sweep.open.traced.items()}
+    lengths: list[Sizes] = [{"sequence": s} for s in sequences or [traced.get("sequence", 0)] if s] or [{}]
+    head = f"{counted(sweep.world, 'process', 'processes')}, the batch is one process's"
+    return [
+        Text(head, style="bold"),
+        Text(f"traced at {', '.join(f'{name} {size}' for name, size in traced.items())}", style="dim"),
+        Text(""),
+        _table(sweep, lengths, batches),
+        Text(""),
+        *_largest(sweep, lengths),
+        *_bands(sweep),
+    ]
+
+
+def _table(sweep: Sweep, lengths: Sequence[Sizes], batches: Sequence[int] | None) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("batch", *lengths[0], "ZeRO", "recompute", "peak", "step ms", "samples/s", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for length in lengths:
+        for cells, fits in _lines(sweep, batches or _doubled(sweep, length), length):
+            table.add_row(*cells, style="" if fits else "dim")
+    return table
+
+
+def _doubled(sweep: Sweep, length: Sizes) -> list[int]:
+    """1, 2, 4 and so on, and the largest that fits."""
+    most = _UP_TO if sweep.budget is None else max(sweep.largest(**length), 1)
+    return sorted({most, *(1 << i for i in range(most.bit_length()))})
+
+
+def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tuple[list[str], bool]]:
+    swept = sweep.at(batch=batches, **length)
+    for batch, way, peak, seconds, fits in zip(batches, swept.way, swept.peak, swept.seconds, swept.fits):
+        plan = sweep.ways[way].plan
+        yield [
+            str(batch),
+            *map(str, length.values()),
+            str(max(g.degrees.stage for g in plan.groups)),
+            plan.recompute[0][1] if plan.recompute else "-",
+            bytes_text(int(peak)),
+            f"{seconds * 1e3:.2f}",
+            f"{batch * plan.world / seconds:.4g}",
+            "" if fits else "too large",
+        ], bool(fits)
+
+
+def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
+    if sweep.budget is None:
+        return []
+    most = [str(sweep.largest(**sizes)) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
+    return [Text(f"The largest batch that fits into {bytes_text(sweep.budget)}: {', '.join(most)}.", style="bold")]
+
+
+def _bands(sweep: Sweep) -> list[RenderableType]:
+    """How far predictions like these were off."""
+    if sweep.error is None or sweep.seconds_error is None:
+        return [Text("Never compared with a measurement on this kind of device.", style="dim")]
+    (least, most), (fastest, slowest) = sweep.error, sweep.seconds_error
+    text = f"Measured peaks were {least:+.1%} to {most:+.1%}, steps {fastest:+.0%} to {slowest:+.0%} off such predictions."
+    return [Text(text, style="dim")]

@@ -1,0 +1,173 @@
+"""One trace for all sizes: what it says of a batch and a sequence, beside a trace that has them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Config
+from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.optimizer import NAMED
+from autoshard.cost_model.timeline import slowed
+from autoshard.errors import SweepError
+from autoshard.forecast import Forecaster
+from autoshard.plan import Plan
+from autoshard.rehearsal import prepare
+from autoshard.report import rendered
+from autoshard.sweep_report import sweep_tables
+from tests.models import ConvNet, gpt2, llama
+
+TWO = Cluster(1, 2, DEVICES["cpu"])
+POINTS = [(1, 12), (2, 7), (5, 12), (3, 31)]
+
+
+def _tokens(batch: int, sequence: int) -> dict[str, Tensor]:
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _images(batch: int, _: int) -> Tensor:
+    return torch.zeros(batch, 3, 8, 8)
+
+
+MODELS = {"llama": (llama, _tokens), "gpt2": (gpt2, _tokens), "conv": (ConvNet, _images)}
+
+
+class Deep(nn.Module):
+    """Blocks enough to be graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(10))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x) + x
+        return x.square().mean()
+
+
+class Fours(nn.Linear):
+    """Takes sequences of a multiple of four."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[1] % 4:
+            ids = ids[:, 1:]
+        return super().forward(ids[..., None].float()).sum()
+
+
+@functools.cache
+def _swept(name: str, codegen: Any) -> autoshard.Sweep:
+    build, inputs = MODELS[name]
+    torch.compiler.reset()
+    return autoshard.sweep(build(), inputs(4, 16), Config(codegen=codegen, recompute="none"), TWO)
+
+
+def _traced(name: str, plan: Plan, codegen: Any, batch: int, sequence: int) -> Plan:
+    build, inputs = MODELS[name]
+    torch.compiler.reset()
+    captured = capture(build(), inputs(batch, sequence))
+    return Forecaster(captured, NAMED["adamw"], TWO, codegen == "inductor")(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "codegen", "off"),
+    [
+        pytest.param("llama", "eager", 0.0, marks=pytest.mark.full),
+        ("gpt2", "eager", 0.0),
+        ("conv", "eager", 0.0),
+        pytest.param("gpt2", "inductor", 0.02, marks=pytest.mark.full),
+    ],
+)
+def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> None:
+    sweep = _swept(name, codegen)
+    for batch, sequence in POINTS if name == "llama" else POINTS[:2]:
+        sizes = {"batch": batch, "sequence": sequence} if len(sweep.open.traced) > 1 else {"batch": batch}
+        swept = sweep.at(**sizes)
+        traced = _traced(name, sweep.ways[int(swept.way)].plan, codegen, batch, sequence).predicted
+        assert float(swept.peak) == pytest.approx(traced.peak_bytes, rel=off, abs=0)
+        assert float(swept.seconds) == pytest.approx(traced.step_seconds, rel=0.02)
+
+
+def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
+    captured = capture(gpt2(), _tokens(4, 16), open=True)
+    forecaster = Forecaster(captured, NAMED["adamw"], TWO, inductor=False)
+    for way in _swept("gpt2", "eager").ways:
+        curve, schedule = forecaster.costs(way.plan)
+        predicted = forecaster(way.plan).predicted
+        here: Any = {"batch": np.array([4.0]), "sequence": np.array([16.0])}
+        assert curve.peaks(here).tolist() == [predicted.peak_bytes]
+        assert schedule.seconds(here)[0] == pytest.approx(predicted.step_seconds, rel=1e-9)
+
+
+@given(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 2))
+def test_two_kernels_beside_a_collective_take_what_one_of_their_length_does(
+    first: float, second: float, busy: float, interference: float
+) -> None:
+    once = slowed(first + second, busy, interference)
+    before = slowed(first, busy, interference)
+    assert before + slowed(second, busy - before, interference) == pytest.approx(once)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    torch.compiler.reset()
+    sweep = autoshard.sweep(llama(), _tokens(2, 16), Config(memory_budget="3MiB", codegen="eager"), TWO)
+    assert {bool(way.plan.recompute) for way in sweep.ways} == {True, False}
+    for sequence in (16, 24):
+        most = sweep.largest(sequence=sequence)
+        assert most > 1
+        fits = sweep.at(batch=[1, most, most + 1], sequence=sequence).fits
+        assert fits.tolist() == [True, True, False]
+    assert sweep.largest(sequence=24) < sweep.largest(sequence=16)
+    text = rendered(sweep_tables(sweep))
+    assert f"The largest batch that fits into 3.00 MiB: {sweep.largest()} at sequence 16." in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_it_chooses_the_fastest_that_fits() -> None:
+    sweep = _swept("llama", "eager")
+    swept = sweep.at(batch=np.arange(1, 9), sequence=16)
+    every = np.stack([way.schedule.seconds({"batch": np.arange(1.0, 9), "sequence": np.full(8, 16.0)}) for way in sweep.ways])
+    assert swept.fits.all() and (swept.seconds == every.min(0)).all()
+    assert {way.plan.groups[0].degrees.stage for way in sweep.ways} <= {0, 1, 2, 3}
+
+
+def test_sizes_that_cannot_be_are_named() -> None:
+    with pytest.raises(SweepError, match="sequence: this model's trace has it as a number; open are: batch"):
+        _swept("conv", "eager").at(sequence=3)
+    with pytest.raises(SweepError, match="batch: 0 is not legal; legal: 1 or more"):
+        _swept("conv", "eager").at(batch=[1, 0])
+    with pytest.raises(SweepError, match="memory_budget: without one every batch fits"):
+        _swept("conv", "eager").largest()
+    torch.compiler.reset()
+    with pytest.raises(SweepError, match="its trace has every size as a number"):
+        autoshard.sweep(nn.Linear(8, 2), torch.zeros(8))
+
+
+def test_what_the_trace_took_for_granted_is_held_to() -> None:
+    torch.compiler.reset()
+    sweep = autoshard.sweep(Fours(1, 1), torch.zeros(2, 8, dtype=torch.long), Config(codegen="eager"))
+    assert sweep.at(sequence=[4, 12]).fits.all()
+    with pytest.raises(SweepError, match="the trace holds for .*sequence.* only"):
+        sweep.at(sequence=[4, 6])
+
+
+def test_blocks_stay_graphs_of_their_own_when_all_of_them_is_recomputed() -> None:
+    torch.compiler.reset()
+    model, ids = Deep(), torch.zeros(2, 6, dtype=torch.long)
+    captured = capture(model, ids, open=True)
+    plan = autoshard.plan(model, ids, Config(zero=3, replicate_below=0), TWO)
+    for policies in ((), tuple((f"layers.{i}", "full") for i in range(10))):
+        assert prepare(captured, replace(plan, recompute=policies), inductor=False).kinds
