@@ -61,9 +61,13 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
             plan.recompute[0][1] if plan.recompute else "-",
             bytes_text(int(peak)),
             f"{seconds * 1e3:.2f}",
-            f"{batch * plan.world / seconds:.4g}",
+            _rate(batch * plan.world / seconds),
             "" if fits else "too large",
         ], bool(fits)
+
+
+def _rate(samples: float) -> str:
+    return f"{samples:,.0f}" if samples >= 100 else f"{samples:.3g}"
 
 
 def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:

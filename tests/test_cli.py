@@ -146,6 +146,23 @@ def test_what_is_wrong_is_said_without_a_traceback(
     assert says in capsys.readouterr().err
 
 
+def test_a_sweep_says_which_batches_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", model, "--nproc-per-node", "2", "--memory-budget", "1GiB", "--codegen", "eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].split() == ["batch", "ZeRO", "recompute", "peak", "step", "ms", "samples/s"]
+    batches = [int(line.split()[0]) for line in lines[5:] if line[:5].strip().isdigit()]
+    assert batches[:3] == [1, 2, 4] and f"The largest batch that fits into 1.00 GiB: {batches[-1]}." in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_sweep_of_what_is_not_open_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", model, "--batch", "1,2", "--seq", "7"]) == 2
+    assert "sequence: this model's trace has it as a number; open are: batch" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sweep", model, "--batch", "1,0"])
+    assert "'1,0' is not legal; legal: numbers from 1 on, such as 1,2,4" in capsys.readouterr().err
+
+
 def test_a_hugging_face_config_is_called_on_as_many_tokens_as_it_takes(
     configs: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
