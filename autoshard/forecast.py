@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoshard.capture import Capture
-from autoshard.cost_model import accuracy, optimizer
+from autoshard.cost_model import accuracy, allocator, optimizer
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import is_known
@@ -59,6 +59,7 @@ class Forecaster:
             unknown=(*unknown, *_guessed(program), *_strange(self.cluster)),
             seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
             seconds_error=accuracy.time_error(self.cluster.device.name, self.inductor),
+            reserved=None if self.cluster.device.name == "cpu" else allocator.reserved(program),
         )
         return replace(plan, predicted=found)
 

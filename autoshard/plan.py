@@ -86,7 +86,8 @@ class Traffic:
 class Prediction:
     """What the cost model says of a plan, for one process and one step.
 
-    memory: bytes by category at the moment of the peak. place: that moment, an operation and the model's line. error: by
+    memory: bytes by category at the moment of the peak. reserved: bytes that CUDA's caching allocator then has from the
+    driver, at most; None where there is no such allocator or nothing was simulated. place: that moment, an operation and the model's line. error: by
     how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
     step, by part: compute, waiting for collectives, and the optimizer; none where they were not simulated. seconds_error:
     as error. unknown: what the model leaves out, said in every table.
@@ -99,6 +100,7 @@ class Prediction:
     error: tuple[float, float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_error: tuple[float, float] | None = None
+    reserved: int | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -270,6 +272,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
             _interval(predicted.get("error")),
             predicted.get("seconds", {}),
             _interval(predicted.get("seconds_error")),
+            predicted.get("reserved"),
         ),
         why=tuple(data.get("why", ())),
     )

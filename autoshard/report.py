@@ -160,6 +160,8 @@ def _memory_table(plan: Plan) -> Table:
     for category, size in predicted.memory.items():
         table.add_row(category, bytes_text(size))
     table.add_row("in all" if predicted.place else "known so far", bytes_text(predicted.peak_bytes), style="bold")
+    if predicted.reserved is not None:
+        table.add_row("reserved by CUDA's allocator", bytes_text(predicted.reserved))
     for unknown in predicted.unknown:
         if unknown in ("activations", "temporaries"):
             table.add_row(unknown, "not modelled")
