@@ -201,7 +201,7 @@ def test_parity(two: Cluster, name: str, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize("name", ["llama_deep", *(in_full(n) for n in DEEP if n != "llama_deep")])
+@pytest.mark.parametrize("name", [in_full(n) for n in DEEP])
 def test_parity_on_inductor(two: Cluster, name: str) -> None:
     for distance in two.run(measure, name, _config(3, "inductor")):
         assert distance.worst <= TOLERANCE, distance

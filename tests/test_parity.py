@@ -34,7 +34,7 @@ def test_two_processes(two: Cluster, name: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "zero"), [*(in_full("odd", zero) for zero in (0, 1, 2)), ("odd", 3), in_full("llama", 3), ("conv", 1)]
+    ("name", "zero"), [*(in_full("odd", zero) for zero in (0, 1, 2)), ("odd", 3), in_full("llama", 3), in_full("conv", 1)]
 )
 def test_three_processes(three: Cluster, name: str, zero: int) -> None:
     """The rest is in the whole matrix."""
