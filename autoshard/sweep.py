@@ -77,6 +77,9 @@ class Sweep:
         """What comes of sizes, numbers or arrays of one shape: `sweep.at(batch=[1, 2, 4], sequence=2048)`. What is not given
         is as it was in the trace. SweepError of a size that the trace has as a number, or for which it does not hold."""
         values = self._values(sizes)
+        for condition in self.holds:
+            if not truth(condition, values).all():
+                raise SweepError(f"the trace holds for {condition} only, which not all of these sizes are")
         peaks = np.stack([way.curve.peaks(values) for way in self.ways])
         seconds = np.stack([way.schedule.seconds(values) for way in self.ways])
         fits = peaks <= (np.inf if self.budget is None else self.budget)
@@ -85,12 +88,24 @@ class Sweep:
         return Swept(way, *chosen)
 
     def largest(self, **sizes: ArrayLike) -> int:
-        """The largest batch that fits, other sizes as given; 0 if none does. SweepError without a budget."""
+        """The largest batch that fits and that the trace holds for, other sizes as given; 0 if none does. SweepError without
+        a budget."""
         if self.budget is None:
             raise SweepError("memory_budget: without one every batch fits; legal: bytes, '72GiB', ...")
         batches = np.arange(1, _MOST + 1)
-        peaks = np.stack([way.curve.peaks(self._values({**sizes, "batch": batches})) for way in self.ways]).min(0)
-        return int(np.argmin(np.append(peaks, np.inf) <= self.budget))
+        values = self._values({**sizes, "batch": batches})
+        peaks = np.stack([way.curve.peaks(values) for way in self.ways]).min(0)
+        return int(batches[(peaks <= self.budget) & self._held(values)].max(initial=0))
+
+    def valid(self, **sizes: ArrayLike) -> NDArray[np.bool_]:
+        """Whether the trace holds for these sizes."""
+        return self._held(self._values(sizes))
+
+    def _held(self, values: dict[str, NDArray[np.float64]]) -> NDArray[np.bool_]:
+        held = np.ones(next(iter(values.values())).shape, dtype=bool)
+        for condition in self.holds:
+            held = held & truth(condition, values)
+        return held
 
     def _values(self, sizes: dict[str, ArrayLike]) -> dict[str, NDArray[np.float64]]:
         traced = {str(symbol): size for symbol, size in self.open.traced.items()}
@@ -102,11 +117,7 @@ class Sweep:
             if values.size and values.min() < 1:
                 raise SweepError(f"{name}: {values.min():g} is not legal; legal: 1 or more")
         shape = np.broadcast_shapes(*(v.shape for v in given.values()))
-        points = {name: np.broadcast_to(v, shape) for name, v in given.items()}
-        for condition in self.holds:
-            if not truth(condition, points).all():
-                raise SweepError(f"the trace holds for {condition} only, which not all of these sizes are")
-        return points
+        return {name: np.broadcast_to(v, shape) for name, v in given.items()}
 
 
 def sweep(

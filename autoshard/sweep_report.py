@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.open_sizes import BATCH
 from autoshard.sweep import Sweep
 from autoshard.units import bytes_text, counted
 
@@ -45,9 +46,10 @@ def _table(sweep: Sweep, lengths: Sequence[Sizes], batches: Sequence[int] | None
 
 
 def _doubled(sweep: Sweep, length: Sizes) -> list[int]:
-    """1, 2, 4 and so on, and the largest that fits."""
-    most = _UP_TO if sweep.budget is None else max(sweep.largest(**length), 1)
-    return sorted({most, *(1 << i for i in range(most.bit_length()))})
+    """1, 2, 4 and so on, and the largest that fits; of those that the trace holds for."""
+    most = _UP_TO if sweep.budget is None else sweep.largest(**length) or sweep.open.traced[BATCH]
+    batches = sorted({most, *(1 << i for i in range(most.bit_length()))})
+    return [batch for batch, valid in zip(batches, sweep.valid(batch=batches, **length)) if valid]
 
 
 def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tuple[list[str], bool]]:

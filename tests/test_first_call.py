@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from tests.cluster import Cluster
+from tests.small import in_full
 
 CONFIG = autoshard.Config(zero=3, codegen="eager", replicate_below=0, timeout=60, verbose=False)
 
@@ -112,8 +113,9 @@ def finds(way: str, name: str) -> tuple[bool, float, float]:
     return sharded, error, autoshard.report(model).compiled
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way"), [(n, w) if n == "plain" or w == "_compile" else in_full(n, w) for n in MODELS for w in WAYS]
+)
 def test_the_compiled_module_is_found(two: Cluster, way: str, name: str) -> None:
     for sharded, error, compiled in two.run(finds, way, name):
         assert sharded and error == 0.0 and compiled == 1.0

@@ -75,7 +75,7 @@ OPTIMIZERS: dict[str, Any] = {
     "subclass": Mine,
     "hooked": hooked,
 }
-ALWAYS = ("AdamW", "AdamW fused", "AdamW tensor lr", "SGD momentum", "Adagrad", "Rprop", "groups", "own", "subclass", "hooked")
+ALWAYS = ("AdamW", "AdamW fused", "SGD momentum", "Adagrad", "own", "hooked")
 LOCALLY = OPTIMIZERS.keys() - {"own", "subclass", "hooked"}
 
 

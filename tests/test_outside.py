@@ -46,7 +46,7 @@ def in_pieces(zero: int) -> tuple[Distance, float]:
     return distance, autoshard.report(model).compiled
 
 
-@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), in_full(3)])
 def test_a_frame_that_breaks_inside_torch_trains_in_pieces(two: Cluster, zero: int) -> None:
     for distance, compiled in two.run(in_pieces, zero):
         assert distance.worst <= TOLERANCE, distance

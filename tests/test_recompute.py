@@ -212,7 +212,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", [in_full(name) if name != "deep" else name for name in FAMILIES])
+@pytest.mark.parametrize("name", [in_full(name) for name in FAMILIES])
 def test_the_peak_follows_the_budget(name: str) -> None:
     """Predicted and measured, from all that torch saves down to the least that is possible."""
     case = FAMILIES[name]

@@ -65,7 +65,7 @@ def go_on(folder: str, zero: int, early: bool) -> tuple[Distance, list[str]]:
     return distance, sorted(weights)
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, in_full(False)])
 @pytest.mark.parametrize(("before", "after"), [(3, 1), in_full(0, 3), in_full(2, 0)])
 def test_a_sharded_checkpoint_goes_to_another_world_and_stage(
     two: Cluster, three: Cluster, tmp_path: Path, before: int, after: int, early: bool
@@ -104,8 +104,9 @@ def load_whole(zero: int, early: bool, prefixed: bool) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize("prefixed", [True, False])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("early", "prefixed"), [(True, True), (False, False), in_full(True, False), in_full(False, True)]
+)
 @pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_a_whole_checkpoint_loads(two: Cluster, zero: int, early: bool, prefixed: bool) -> None:
     for distance in two.run(load_whole, zero, early, prefixed):

@@ -181,6 +181,19 @@ def test_what_the_trace_took_for_granted_is_held_to() -> None:
         sweep.at(sequence=[4, 6])
 
 
+def test_batches_for_which_the_trace_does_not_hold_are_left_out() -> None:
+    class Pairs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.shape[0] % 2 == 0 else x[1:]).sum()
+
+    torch.compiler.reset()
+    sweep = autoshard.sweep(Pairs(64, 64), torch.zeros(4, 64), Config(codegen="eager", memory_budget="200KiB"), TWO)
+    most = sweep.largest()
+    assert most > 2 and most % 2 == 0 and sweep.valid(batch=[most, most + 1]).tolist() == [True, False]
+    rows = [line.split()[0] for line in rendered(sweep_tables(sweep)).splitlines() if line[:5].strip().isdigit()]
+    assert "1" not in rows and str(most) in rows
+
+
 def test_blocks_stay_graphs_of_their_own_when_all_of_them_is_recomputed() -> None:
     torch.compiler.reset()
     model, ids = Deep(), torch.zeros(2, 6, dtype=torch.long)

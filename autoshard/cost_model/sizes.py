@@ -36,7 +36,6 @@ class Open:
             self._known[size] = int(size.xreplace({**numbers, **self.traced}))
         return self._known[size]
 
-
     def conditions(self, guards: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
         """What a trace took for granted, in terms of what its symbols stand for; without what is always so."""
         found = (sympy.sympify(g).xreplace(dict(self.names)) for g in guards)
