@@ -26,7 +26,7 @@ from autoshard.cost_model.sizes import Values, evaluator
 from autoshard.cost_model.timeline import slowed
 from autoshard.cost_model.work import Work, work_of
 
-_AT_ONCE = 1 << 12  # points, so that what is computed for them stays in a cache
+_AT_ONCE = 1 << 17  # points: some hundred megabytes of what is computed for them
 Kernel = tuple[Work, bool]  # its sizes as expressions; whether code is generated for it
 
 
