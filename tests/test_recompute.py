@@ -260,6 +260,7 @@ def test_parity_with_recomputation(two: Processes, name: str, zero: int, recompu
         assert distance.worst <= TOLERANCE, distance
 
 
+@pytest.mark.full
 def test_a_budget_decides_and_says_so() -> None:
     x = _x(64)
     plain = autoshard.plan(Stack(), x, Config(codegen="eager", recompute="none"))
