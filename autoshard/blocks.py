@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
+from autoshard.cost_model.sizes import OF_TORCH
 from autoshard.ops.block import Block, Length, Value, register
 from autoshard.passes import graphs
 from autoshard.passes.base import Phase
@@ -30,7 +30,6 @@ class Halves:
     results: int
 
 
-_OF_TORCH = [{"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}]
 Differentiate = Callable[[GraphModule, list[Any]], Halves]
 Generate = Callable[[GraphModule, Phase], Callable[[list[Any]], Any]]
 
@@ -179,7 +178,7 @@ class _Sizes:
             return Length((place,), lambda length: length)
         symbols = sorted(size.node.expr.free_symbols, key=str)
         places = tuple(p for p in map(self._place, map(str, symbols)) if p is not None)
-        return Length(places, sympy.lambdify(symbols, size.node.expr, _OF_TORCH)) if len(places) == len(symbols) else None
+        return Length(places, sympy.lambdify(symbols, size.node.expr, [OF_TORCH])) if len(places) == len(symbols) else None
 
     def _place(self, size: str) -> Value | None:
         for place, value in zip(self.forward.graph.find_nodes(op="placeholder"), self.inputs):

@@ -117,7 +117,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         _refuse_cluster(arguments)
         return pinned
     candidate, cluster = _candidate(arguments, arguments.batch, arguments.seq), _cluster(arguments)
-    optimizer = candidate.optimizer_factory and _checked_factory(candidate)
+    optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
         return plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
@@ -126,7 +126,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _sweep(arguments: argparse.Namespace) -> Sweep:
     config = flags.config(arguments)
     candidate, cluster = _candidate(arguments, 2, max(arguments.seq or [0]) or None), _cluster(arguments)
-    optimizer = candidate.optimizer_factory and _checked_factory(candidate)
+    optimizer = _checked_factory(candidate)
     return sweep(candidate.model, candidate.example_inputs, config, cluster, optimizer)
 
 
@@ -195,10 +195,11 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     )
 
 
-def _checked_factory(candidate: Candidate) -> Make:
-    """The file's optimizer factory, tried once."""
+def _checked_factory(candidate: Candidate) -> Make | None:
+    """The file's optimizer factory, tried once; None if it has none."""
     factory = candidate.optimizer_factory
-    assert factory is not None
+    if factory is None:
+        return None
     try:
         made = factory(candidate.model.parameters())
     except Exception as error:

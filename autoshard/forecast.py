@@ -46,6 +46,7 @@ class Forecaster:
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
+    _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
@@ -154,6 +155,13 @@ class Forecaster:
         return program
 
     def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
+        """What lies there besides the graphs, and what of it had to be assumed."""
+        key = _layouts(plan)
+        if key not in self._holds:
+            self._holds[key] = self._find_held(plan)
+        return self._holds[key]
+
+    def _find_held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         infos = self.captured.inventory.parameters
         trained = [_rows(p, plan) for p in infos if p.trained and p.used and floating(p.dtype)]
         memory = optimizer.memory(self.make_optimizer, trained, foreach=self.cluster.device.name != "cpu")

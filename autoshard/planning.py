@@ -37,15 +37,21 @@ def plan(
     of this model and this many processes.
     """
     config = config or Config()
-    compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
-    captured = capture(model, example_inputs, compute)
-    make = optimizer or NAMED[config.optimizer]
-    forecast = Forecaster(captured, make, cluster, inductor=config.codegen == "inductor")
+    forecast = forecaster(model, example_inputs, config, cluster, optimizer)
     pinned = config.resolved_plan()
     if pinned is not None:
-        check_plan_fits(pinned, captured.inventory, cluster.world)
+        check_plan_fits(pinned, forecast.captured.inventory, cluster.world)
         return forecast(pinned)
-    return make_plan(captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
+    return make_plan(forecast.captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
+
+
+def forecaster(
+    model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None, open: bool = False
+) -> Forecaster:
+    """What forecasts plans of `model` on a cluster; arguments as of `plan`, open as of `capture`."""
+    compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
+    captured = capture(model, example_inputs, compute, open)
+    return Forecaster(captured, optimizer or NAMED[config.optimizer], cluster, inductor=config.codegen == "inductor")
 
 
 def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:

@@ -17,20 +17,18 @@ import sympy
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model import accuracy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.liveness import Curve
-from autoshard.cost_model.optimizer import NAMED, Make
+from autoshard.cost_model.optimizer import Make
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
-from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import at_stages
-from autoshard.passes.group_parameters import block_of
+from autoshard.passes.group_parameters import blocks_of
 from autoshard.plan import Plan
-from autoshard.planning import HERE, circumstances
+from autoshard.planning import HERE, circumstances, forecaster
 
 _MOST = 1 << 16  # the largest batch that is looked for
 
@@ -108,7 +106,7 @@ class Sweep:
         return held
 
     def _values(self, sizes: dict[str, ArrayLike]) -> dict[str, NDArray[np.float64]]:
-        traced = {str(symbol): size for symbol, size in self.open.traced.items()}
+        traced = self.open.sizes
         unknown = sizes.keys() - traced.keys()
         if unknown:
             raise SweepError(f"{sorted(unknown)[0]}: this model's trace has it as a number; open are: {', '.join(traced) or 'none'}")
@@ -132,22 +130,21 @@ def sweep(
     Batch is the first dimension of the inputs, sequence the second of those that hold whole numbers.
     """
     config = config or Config()
-    compute = config.dtypes()[0] if cluster.world > 1 else None
-    captured = capture(model, example_inputs, compute, open=True)
+    forecast = forecaster(model, example_inputs, config, cluster, optimizer, open=True)
+    captured = forecast.captured
     if not captured.open.traced:
         raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
-    forecaster = Forecaster(captured, optimizer or NAMED[config.optimizer], cluster, config.codegen == "inductor")
     where = circumstances(config, cluster)
     stages = _possible(at_stages(captured.inventory, config, where), where.budget)
     plans = [p for stage in stages for p in _recomputed(stage, config)]
-    ways = tuple(Way(p, *forecaster.costs(p)) for p in plans)
+    ways = tuple(Way(p, *forecast.costs(p)) for p in plans)
     return Sweep(
         ways,
         where.budget,
         captured.open,
         captured.open.conditions(captured.tracing.guards()),
-        accuracy.memory_error(cluster.device.name, forecaster.inductor),
-        accuracy.time_error(cluster.device.name, forecaster.inductor),
+        accuracy.memory_error(cluster.device.name, forecast.inductor),
+        accuracy.time_error(cluster.device.name, forecast.inductor),
     )
 
 
@@ -158,7 +155,7 @@ def _possible(plans: list[Plan], budget: int | None) -> list[Plan]:
 
 def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:
     """The plan, and with all of its blocks recomputed where that is to be chosen."""
-    blocks = dict.fromkeys(filter(None, (block_of(name) for g in plan.groups for name in g.parameters)))
+    blocks = blocks_of(name for g in plan.groups for name in g.parameters)
     if config.recompute != "auto" or not blocks:
         return [plan]
     return [plan, replace(plan, recompute=tuple((block, "full") for block in blocks))]

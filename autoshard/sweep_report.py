@@ -21,7 +21,7 @@ def sweep_tables(
     sweep: Sweep, batches: Sequence[int] | None = None, sequences: Sequence[int] | None = None
 ) -> list[RenderableType]:
     """A line for each batch and sequence. None: batches doubled while they fit, the sequence that was traced."""
-    traced = {str(symbol): size for symbol, size in sweep.open.traced.items()}
+    traced = sweep.open.sizes
     lengths: list[Sizes] = [{"sequence": s} for s in sequences or [traced.get("sequence", 0)] if s] or [{}]
     head = f"{counted(sweep.world, 'process', 'processes')}, the batch is one process's"
     return [

@@ -54,11 +54,11 @@ def fastest(work: Callable[[], object]) -> float:
     return min(spent)
 
 
-def evaluations(way: autoshard.Sweep) -> tuple[float, float]:
+def evaluations(sweep: autoshard.Sweep) -> tuple[float, float]:
     """Seconds for the peaks, and for the times, of 100,000 random points."""
     draw = np.random.default_rng(0)
     values = {"batch": draw.integers(1, 65, EVALUATIONS) * 1.0, "sequence": draw.integers(1, 4097, EVALUATIONS) * 1.0}
-    (only, *_) = way.ways
+    only = sweep.ways[0]
     return fastest(lambda: only.curve.peaks(values)), fastest(lambda: only.schedule.seconds(values))
 
 

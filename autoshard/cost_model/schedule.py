@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import WAIT, Operation, Program
-from autoshard.cost_model.sizes import Values, evaluator
+from autoshard.cost_model.sizes import Values, evaluator, shape_of
 from autoshard.cost_model.timeline import slowed
 from autoshard.cost_model.work import Work, work_of
 
@@ -66,7 +66,7 @@ class Schedule:
 
     def seconds(self, values: Values) -> NDArray[np.float64]:
         """The step's seconds for many points at once: an array for each open size, by name, all of one shape."""
-        shape = np.broadcast_shapes(*(np.shape(v) for v in values.values()))
+        shape = shape_of(values)
         flat = {name: np.broadcast_to(v, shape).reshape(-1) for name, v in values.items()}
         count = math.prod(shape)
         parts = [self._seconds({n: v[at : at + _AT_ONCE] for n, v in flat.items()}) for at in range(0, count, _AT_ONCE)]
@@ -107,7 +107,7 @@ class Schedule:
 
     def _stretches(self, values: Values) -> NDArray[np.float64]:
         """(distinct stretches × points), seconds of each."""
-        found = self._sizes(values).reshape(len(self.kernels), 4, *_shape(values))
+        found = self._sizes(values).reshape(len(self.kernels), 4, *shape_of(values))
         times = np.stack([self._kernel(kernel, sizes) for kernel, sizes in zip(self.kernels, found)])
         return np.tensordot(self._counts, times, 1)
 
@@ -115,10 +115,6 @@ class Schedule:
         work, generated = kernel
         at: Any = dict(zip(("flops", "read", "written", "hard"), sizes))
         return np.broadcast_to(seconds(replace(work, **at), self.device, generated), sizes.shape[1:])
-
-
-def _shape(values: Values) -> tuple[int, ...]:
-    return np.broadcast_shapes(*(np.shape(v) for v in values.values()))
 
 
 def _sizes_of(work: Work) -> tuple[Any, ...]:

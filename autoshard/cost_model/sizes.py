@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from torch import SymInt, Tensor
 
 Size: TypeAlias = "int | sympy.Expr"
+# what torch writes into the expressions of sizes, for sympy.lambdify; holds for numbers, arrays and sizes of a trace
+OF_TORCH = {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
 Values: TypeAlias = "Mapping[str, NDArray[np.float64] | float]"  # of sizes that are open, by name
 
 
@@ -36,6 +39,11 @@ class Open:
             self._known[size] = int(size.xreplace({**numbers, **self.traced}))
         return self._known[size]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What each was in the trace, by name."""
+        return {str(symbol): size for symbol, size in self.traced.items()}
+
     def conditions(self, guards: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
         """What a trace took for granted, in terms of what its symbols stand for; without what is always so."""
         found = (sympy.sympify(g).xreplace(dict(self.names)) for g in guards)
@@ -45,25 +53,26 @@ class Open:
 def truth(condition: sympy.Basic, values: Values) -> NDArray[np.bool_]:
     """Whether a condition holds, for many points."""
     symbols = sorted(condition.free_symbols, key=str)
-    held = sympy.lambdify(symbols, condition, [_OF_TORCH, "numpy"])(*(values[str(s)] for s in symbols))
+    held = sympy.lambdify(symbols, condition, [OF_TORCH, "numpy"])(*(values[str(s)] for s in symbols))
     return np.asarray(held, dtype=bool)
+
+
+def shape_of(values: Values) -> tuple[int, ...]:
+    """The shape of the points."""
+    return np.broadcast_shapes(*(np.shape(v) for v in values.values()))
 
 
 def evaluator(sizes: Sequence[Size]) -> Callable[[Values], NDArray[np.float64]]:
     """All of these at once, for many points: (sizes × points) from an array of values for each name."""
     symbols = sorted(set().union(*(s.free_symbols for s in sizes if isinstance(s, sympy.Expr))), key=str)
-    compute = sympy.lambdify(symbols, list(sizes), [_OF_TORCH, "numpy"], cse=True)
+    compute = sympy.lambdify(symbols, list(sizes), [OF_TORCH, "numpy"], cse=True)
 
     def evaluate(values: Values) -> NDArray[np.float64]:
-        shape = np.broadcast_shapes(*(np.shape(v) for v in values.values()))
+        shape = shape_of(values)
         found = compute(*(values[str(s)] for s in symbols))
         return np.stack([np.broadcast_to(np.asarray(f, dtype=np.float64), shape) for f in found])
 
     return evaluate
-
-
-# what torch writes into the expressions of a trace's sizes
-_OF_TORCH = {"FloorDiv": np.floor_divide, "CleanDiv": np.floor_divide, "Mod": np.mod, "PythonMod": np.mod}
 
 
 def size_of(number: Any) -> Size:

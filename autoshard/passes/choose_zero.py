@@ -14,7 +14,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
-from autoshard.passes.group_parameters import block_of, group_parameters
+from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
 
@@ -196,7 +196,7 @@ def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], .
     """The policy that the user chose, for every block."""
     if config.recompute in ("auto", "none"):
         return ()
-    blocks = dict.fromkeys(filter(None, (block_of(p.name) for p in inventory.parameters)))
+    blocks = blocks_of(p.name for p in inventory.parameters)
     if not blocks:
         raise ConfigError(
             f"recompute: {config.recompute!r} is for models with blocks under a number, such as layers.0, and "

@@ -19,6 +19,11 @@ def block_of(name: str) -> str | None:
     return None
 
 
+def blocks_of(names: Iterable[str]) -> list[str]:
+    """The blocks that parameters of these names are in, in their order."""
+    return list(dict.fromkeys(filter(None, map(block_of, names))))
+
+
 def group_parameters(
     inventory: Inventory, replicate_below: int
 ) -> list[tuple[str, tuple[ParameterInfo, ...], bool]]:
