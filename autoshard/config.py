@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cost_model.cluster import Cluster
+from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError
 from autoshard.plan import OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
@@ -19,7 +20,11 @@ from autoshard.units import parse_bytes
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "eager")
 MESH_AXES = ("replicate", "shard")
-_DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "optimizer", "buffers", "replicate_below")
+_DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "buffers", "replicate_below")
+
+
+def _named(dtype: str) -> torch.dtype | None:
+    return dtype_named(dtype) if dtype else None
 
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
@@ -154,7 +159,10 @@ class Config:
         return tuple(sorted(self.mesh.items(), key=lambda kv: order.get(kv[0], -1)))
 
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """(compute, reduce): None leaves the parameter's own."""
+        """(compute, reduce), of the pinned plan if there is one: None leaves the parameter's own."""
+        pinned = self.resolved_plan()
+        if pinned is not None:
+            return _named(pinned.compute), _named(pinned.reduce)
         if self.precision is None:
             return None, None
         if isinstance(self.precision, MixedPrecisionPolicy):

@@ -38,9 +38,8 @@ def plan(
     """
     config = config or Config()
     forecast = forecaster(model, example_inputs, config, cluster, optimizer)
-    pinned = config.resolved_plan()
+    pinned = pinned_plan(config, forecast.captured.inventory, cluster.world)
     if pinned is not None:
-        check_plan_fits(pinned, forecast.captured.inventory, cluster.world)
         return forecast(pinned)
     return make_plan(forecast.captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
 
@@ -63,6 +62,14 @@ def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:
 def circumstances(config: Config, cluster: Cluster) -> Circumstances:
     """A cluster, and the budget that the config says or a device leaves."""
     return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
+
+
+def pinned_plan(config: Config, inventory: Inventory, world: int) -> Plan | None:
+    """The plan that the config has, if any. PlanError if it is not of this model and this many processes."""
+    pinned = config.resolved_plan()
+    if pinned is not None:
+        check_plan_fits(pinned, inventory, world)
+    return pinned
 
 
 def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:

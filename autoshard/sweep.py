@@ -25,10 +25,11 @@ from autoshard.cost_model.optimizer import Make
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
-from autoshard.passes.choose_zero import at_stages
+from autoshard.inventory import Inventory
+from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.passes.group_parameters import blocks_of
 from autoshard.plan import Plan
-from autoshard.planning import HERE, circumstances, forecaster
+from autoshard.planning import HERE, circumstances, forecaster, pinned_plan
 
 _MOST = 1 << 16  # the largest batch that is looked for
 
@@ -135,9 +136,7 @@ def sweep(
     if not captured.open.traced:
         raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
     where = circumstances(config, cluster)
-    stages = _possible(at_stages(captured.inventory, config, where), where.budget)
-    plans = [p for stage in stages for p in _recomputed(stage, config)]
-    ways = tuple(Way(p, *forecast.costs(p)) for p in plans)
+    ways = tuple(Way(p, *forecast.costs(p)) for p in _plans(captured.inventory, config, where))
     return Sweep(
         ways,
         where.budget,
@@ -146,6 +145,15 @@ def sweep(
         accuracy.memory_error(cluster.device.name, forecast.inductor),
         accuracy.time_error(cluster.device.name, forecast.inductor),
     )
+
+
+def _plans(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:
+    """What the config leaves open; a pinned plan leaves nothing."""
+    pinned = pinned_plan(config, inventory, where.cluster.world)
+    if pinned is not None:
+        return [pinned]
+    stages = _possible(at_stages(inventory, config, where), where.budget)
+    return [p for stage in stages for p in _recomputed(stage, config)]
 
 
 def _possible(plans: list[Plan], budget: int | None) -> list[Plan]:

@@ -20,7 +20,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED
 from autoshard.cost_model.timeline import slowed
-from autoshard.errors import SweepError
+from autoshard.errors import PlanError, SweepError
 from autoshard.forecast import Forecaster
 from autoshard.plan import Plan
 from autoshard.planning import first_look
@@ -159,6 +159,19 @@ def test_it_chooses_the_fastest_that_fits() -> None:
     every = np.stack([way.schedule.seconds({"batch": np.arange(1.0, 9), "sequence": np.full(8, 16.0)}) for way in sweep.ways])
     assert swept.fits.all() and (swept.seconds == every.min(0)).all()
     assert {way.plan.groups[0].degrees.stage for way in sweep.ways} <= {0, 1, 2, 3}
+
+
+def test_a_pinned_plan_is_the_only_way_and_forecast_as_it_was_made() -> None:
+    torch.compiler.reset()
+    batch = _tokens(4, 16)
+    made = autoshard.plan(Small(), batch, Config(zero=3, precision="bf16", optimizer="sgd", codegen="eager"), TWO)
+    pinned = Config(plan=made, optimizer="sgd", codegen="eager")
+    assert autoshard.plan(Small(), batch, pinned, TWO).predicted == made.predicted
+    sweep = autoshard.sweep(Small(), batch, pinned, TWO)
+    assert [way.plan for way in sweep.ways] == [made]
+    assert int(sweep.at(batch=4, sequence=16).peak) == made.predicted.peak_bytes
+    with pytest.raises(PlanError, match="made for 2 processes; the job has 1"):
+        autoshard.sweep(Small(), batch, pinned)
 
 
 def test_sizes_that_cannot_be_are_named() -> None:
