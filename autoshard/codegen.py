@@ -24,6 +24,8 @@ from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import POLICY
+from autoshard.passes.take_rows import takers
+from autoshard.runtime.dtensors import taking_rows
 from autoshard.version import __version__
 
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
@@ -71,11 +73,13 @@ class Compilation:
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
         gm = self.manager.run("traced", gm, self.context)
+        rows = {i: torch_internals.Tracing.here().like(row) for i, row in takers(gm).items()}
+        inputs = [rows.get(i, x) for i, x in enumerate(inputs)]
         with torch_internals.without_autograd_cache():
             blocks = compile_blocks(gm, self.differentiate, self.generate)
             whole = self.inductor and not blocks  # what is around compiled blocks takes longer to compile than to run
             run = self._inductor(gm, inputs) if whole else self._eager(gm, inputs)
-        named = _naming_lost_peers(run)
+        named = taking_rows(_naming_lost_peers(run), tuple(rows))
         named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
         return named
 

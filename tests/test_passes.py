@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +33,7 @@ from autoshard.plan import Plan
 from autoshard.runtime.processes import World, build_mesh, name_of_everyone
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState
+from autoshard.torch_internals import FakeTensor
 from tests.test_plan import _where
 
 WORLD = 256
@@ -174,6 +176,24 @@ def test_a_parameter_used_twice_is_gathered_once_and_reduced_once() -> None:
     model = Tied()
     graphs = rewritten(model, torch.zeros(4, dtype=torch.long), plan_for(model, 2))
     assert len(collectives(graphs["forward"])) == 1 and len(collectives(graphs["backward"])) == 1
+
+
+def test_rows_come_from_dtensors_in_front_of_the_graph() -> None:
+    inputs, ops, grads = [], [], []
+    for left_out in ("", "take_rows,"):
+        model = Blocks()
+        model.embed.bias.requires_grad_(False)
+        graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3), registry.DEFAULT.replace(left_out, ""))
+        inputs.append([type(passgraphs.example(n)) for n in graphs["forward"].graph.find_nodes(op="placeholder")])
+        counts = [passgraphs.op_counts(graphs[phase]) for phase in ("forward", "backward")]
+        ops.append([{op: n for op, n in count.items() if op != "aten.view.default"} for count in counts])
+        grads.append([p.grad for p in model.parameters()])
+        for p in model.parameters():
+            if p.requires_grad:
+                assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements  # type: ignore[attr-defined]
+                assert p.grad.shape == p.shape and p.grad.to_local().shape == p.to_local().shape  # type: ignore[attr-defined]
+    assert set(inputs[0]) == {FakeTensor} and len(inputs[0]) == 9 and ops[0] == ops[1]
+    assert [g is None for g in grads[0]] == [g is None for g in grads[1]] and grads[0][1] is None
 
 
 def test_a_matmul_does_not_wait_for_a_late_sum() -> None:

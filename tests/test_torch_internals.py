@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autoshard import torch_internals
 from tests.launch import launch
@@ -389,3 +392,15 @@ def test_a_trace_leaves_sizes_open_and_says_what_it_took_for_granted() -> None:
     assert place.meta["example_value"].shape[1] == 3
     (guard,) = tracing.guards()
     assert guard.subs(dict.fromkeys(guard.free_symbols, 8)) and not guard.subs(dict.fromkeys(guard.free_symbols, 7))
+
+
+def test_rows_become_a_dtensor_like_another() -> None:
+    dist.init_process_group("fake", rank=1, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        whole = distribute_tensor(torch.zeros(7, 2), mesh, [Shard(0)], src_data_rank=None)
+        made = torch_internals.like_rows(whole)(torch.ones_like(whole.to_local()))
+        assert isinstance(made, DTensor) and made.placements == whole.placements and made.device_mesh is mesh
+        assert made.shape == (7, 2) and made.to_local().sum() == whole.to_local().numel()
+    finally:
+        dist.destroy_process_group()

@@ -38,6 +38,12 @@ def is_call(node: Node, *targets: Any) -> bool:
     return node.target in targets or node.target in {t.overloadpacket for t in targets}
 
 
+def callee(node: Node) -> str:
+    """The name of the function or method that a node calls: "detach". What is a method on later torch is on 2.11 now and
+    then a function of Dynamo's, with that name at the end of its own."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
     """The calls of these ops, in graph order."""
     return [n for n in gm.graph.nodes if is_call(n, *targets)]

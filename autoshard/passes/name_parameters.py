@@ -59,8 +59,7 @@ def _refuse_direct_uses(parameters: dict[Node, str]) -> None:
 def _leads_to_unshard(user: Node) -> bool:
     if graphs.is_call(user, graphs.UNSHARD):
         return True
-    name = getattr(user.target, "__name__", user.target)  # a method's name, or on torch 2.11 a function of Dynamo's
-    return str(name).endswith(("to_local", "detach")) and all(_leads_to_unshard(u) for u in user.users)
+    return graphs.callee(user).endswith(("to_local", "detach")) and all(_leads_to_unshard(u) for u in user.users)
 
 
 def _refuse_writes(unshard: Node) -> None:

@@ -21,18 +21,19 @@ from autoshard.passes.overlap import Overlap
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
 from autoshard.passes.sync_buffers import SyncBuffers
+from autoshard.passes.take_rows import TakeRows
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
-        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, OutlineBlocks, SyncBuffers, Regather, Recompute,
-        Bucket, Lower, Overlap, EarlyMatmuls
+        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, SyncBuffers, Regather,
+        Recompute, Bucket, Lower, Overlap, EarlyMatmuls
     )
 }
 
 DEFAULT = (
-    "inline_regions,hoist_unshards,name_parameters,merge_unshards,outline_blocks,sync_buffers,regather,recompute,bucket,lower,"
-    "overlap,early_matmuls"
+    "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,sync_buffers,regather,recompute,"
+    "bucket,lower,overlap,early_matmuls"
 )
 
 

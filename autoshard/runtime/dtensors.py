@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 
 
@@ -20,6 +23,39 @@ def local(value: Any) -> Any:
 def dtensor_of(part: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of the shape and stride of `whole`, of which `part` is this process's. Nothing communicates."""
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def taking_rows(run: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:
+    """`run`, which takes this process's rows at these positions, for DTensors there; their gradients are DTensors like
+    them."""
+    if not positions:
+        return run
+
+    @functools.wraps(run)
+    def taking(*args: Any) -> Any:
+        given = list(args)
+        for i, rows in zip(positions, _Rows.apply(*(args[i] for i in positions))):  # type: ignore[no-untyped-call]
+            given[i] = rows
+        del args
+        return run(*given)
+
+    return taking
+
+
+class _Rows(torch.autograd.Function):
+    """to_local of many DTensors at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *wholes: DTensor) -> tuple[Tensor, ...]:
+        parts = tuple(whole.to_local().detach() for whole in wholes)
+        ctx.wholes = [torch_internals.like_rows(whole) for whole in wholes]
+        ctx.mark_non_differentiable(*(part for part, whole in zip(parts, wholes) if not whole.requires_grad))
+        ctx.set_materialize_grads(False)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(None if part is None else whole(part) for part, whole in zip(parts, ctx.wholes))
 
 
 def refuse_strange_rows(what: str, loaded: Any, ours: DTensor) -> None:
