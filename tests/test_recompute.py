@@ -103,6 +103,30 @@ class Deep(Stack):
         self.layers = nn.ModuleList(Plain() for _ in range(9))
 
 
+@torch.library.custom_op("autoshard_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    """Draws numbers, and does not say so."""
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Noisy(nn.Linear):
+    """Has an operator of the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(super().forward(x)) * noise(x.detach())
+
+
+class Strange(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Noisy(32, 32) for _ in range(2))
+
+
 def _x(batch: int = 4) -> Tensor:
     return torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
 
@@ -151,6 +175,13 @@ def test_results_are_bitwise_those_without(make: type[nn.Module], policy: Any) -
     plain, _ = _trained(make, x, plan, "eager")
     ours, _ = _trained(make, x, again, "eager")
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_an_operator_that_torch_does_not_have_runs_once() -> None:
+    plain = _plan(_forecaster(Strange(), _x()))
+    expected, _ = _trained(Strange, _x(), plain, "eager")
+    got, _ = _trained(Strange, _x(), _again(plain, Strange, ["full"]), "eager")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 @pytest.mark.full

@@ -3,7 +3,9 @@
 [Note: Policies] The plan has a policy for each block, as text. "none": torch's partitioner decides, which computes again
 what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
-of it, and nothing else. What leaves a block is an input of another, and saved; views are made again in any case.
+of it, and nothing else. What leaves a block is an input of another, and saved; views are made again in any case. What an
+operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat, and what a
+collective of the user's own gives, since all processes would have to agree to repeat it.
 
 The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
 in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
@@ -16,6 +18,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,6 +30,7 @@ from autoshard.cost_model.work import kind_of, op_name
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
+_REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -50,7 +54,7 @@ def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
     for block, nodes in values_of_blocks(joint, backward).items():
         policy = policy_of(block)
         if policy != "none":
-            saved = _with_items(chosen(nodes, policy)) | _leaving(nodes, backward)
+            saved = _with_items(chosen(nodes, policy) | set(filterfalse(_repeatable, nodes))) | _leaving(nodes, backward)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
 
@@ -96,6 +100,12 @@ def _is_value(node: Node) -> bool:
     tensors = value if isinstance(value, (list, tuple)) else [value]
     source: Any = node.args[0] if node.target is operator.getitem else node
     return any(isinstance(t, Tensor) for t in tensors) and not graphs.is_call(source, *graphs.LOGICAL, graphs.BLOCK)
+
+
+def _repeatable(node: Node) -> bool:
+    """Whether calling this again is known to give the same. See [Note: Policies]."""
+    called = (node.target, *node.args)  # operators of higher order take the one that they call
+    return all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
 
 
 def chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
