@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autoshard import torch_internals
+from tests.cluster import Cluster as Processes
 from tests.launch import launch
 
 
@@ -128,19 +129,15 @@ def test_inductor_takes_our_partitioner_and_inner_step() -> None:
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
 
 
-def test_job_store_is_shared() -> None:
-    body = """
-    import torch.distributed as dist
-    from autoshard.torch_internals import job_store
-    dist.init_process_group("gloo")
-    job_store("here").set(str(rank), "x")
-    job_store("here").wait(["0", "1"])
-    print("shared", flush=True)
-    dist.barrier()  # the store lives in rank 0
-    autoshard.runtime.processes.end_well()
-    """
-    for ended in launch(2, body):
-        assert "shared" in ended.output, ended.output
+def _meet(key: str) -> bool:
+    store = torch_internals.job_store(key)
+    store.set(str(dist.get_rank()), "x")
+    store.wait(["0", "1"])
+    return not torch_internals.job_store("elsewhere").check(["0"])
+
+
+def test_job_store_is_shared(two: Processes) -> None:
+    assert two.run(_meet, "here") == [True, True]
 
 
 def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch: Any) -> None:
@@ -303,32 +300,23 @@ def test_boxed_code_empties_the_list_of_inputs() -> None:
     assert given == []
 
 
-def test_gloo_in_turn_bears_collectives_that_run_at_once() -> None:
+def _many_at_once() -> str:
+    turns = {"shard": torch_internals.gloo_in_turn()}
+    group = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), backend_override=turns).get_group()
+    whole, works = torch.ones(8), []
+    for _ in range(200):
+        works.append(dist.all_reduce(whole.clone(), group=group, async_op=True))
+        rows = torch.empty(16)
+        dist.all_gather_into_tensor(rows, whole, group=group)
+        assert rows.sum() == 16
+    for work in works:
+        work.wait()
+    return str(dist.get_backend(group))
+
+
+def test_gloo_in_turn_bears_collectives_that_run_at_once(two: Processes) -> None:
     """On the interface that torch's own gloo would take; without one worker thread some ten thousand rounds crash."""
-    done = launch(
-        2,
-        """
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        from torch.distributed.device_mesh import init_device_mesh
-        from autoshard import torch_internals
-        from autoshard.runtime.processes import end_well
-        end_well()
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), backend_override={"shard": torch_internals.gloo_in_turn()})
-        group = mesh.get_group()
-        assert dist.get_backend(group) == "gloo_in_turn"
-        whole, works = torch.ones(8), []
-        for _ in range(200):
-            works.append(dist.all_reduce(whole.clone(), group=group, async_op=True))
-            rows = torch.empty(16)
-            dist.all_gather_into_tensor(rows, whole, group=group)
-            assert rows.sum() == 16
-        for work in works:
-            work.wait()
-        print("well")
-        """,
-    )
-    assert all("well" in ended.output and ended.code == 0 for ended in done), done
+    assert two.run(_many_at_once) == ["gloo_in_turn"] * 2
 
 
 @pytest.mark.skipif(torch_internals.traced_once(nn.Linear.forward) is None, reason="this torch traces every call")
