@@ -26,7 +26,7 @@ from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.passes.choose_recompute import Block, choose, least
 from autoshard.plan import Plan
-from autoshard.rehearsal import Prepared, Rehearsed, body_of, group_sizes, prepare, rows_of
+from autoshard.rehearsal import Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
 TRIALS = 6  # how often a choice is simulated before the best that was found is taken
@@ -77,11 +77,11 @@ class Forecaster:
         else is decided by sizes, is as at the traced ones."""
         program, curve, _, _ = self.simulated(plan)
         held, _ = self._held(plan)
-        return curve, schedule(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
+        return curve, schedule(program, held.moved, self.cluster, groups_of(plan, self.cluster), self.inductor)
 
     def _simulate(self, plan: Plan, rehearsed: Rehearsed, held: Held) -> tuple[Program, Curve, StepTime]:
         program = self._program(rehearsed, held)
-        took = step_time(program, held.moved, self.cluster, group_sizes(plan), self.inductor)
+        took = step_time(program, held.moved, self.cluster, groups_of(plan, self.cluster), self.inductor)
         land(program, took.timeline)
         return program, simulate(program), took
 
@@ -145,7 +145,7 @@ class Forecaster:
             rehearsed.saved,
             held,
             body_of,
-            self.cluster.slowest.scatters,
+            self.cluster.device.inside.scatters,
             whole=not rehearsed.blocks,
             open=self.captured.open,
         )

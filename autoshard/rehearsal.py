@@ -17,6 +17,8 @@ from autoshard.blocks import Halves, compile_blocks
 from autoshard.capture import Capture
 from autoshard.codegen import Compilation, Joint
 from autoshard.console import Phases
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import Group
 from autoshard.ops.block import Block, block_named
 from autoshard.ops.layout import Layout, layout_of
 from autoshard.passes import graphs, registry
@@ -167,13 +169,18 @@ def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> None:
 
 
 def layout_in_rehearsal(group: ParameterGroup, plan: Plan) -> Layout:
-    """Its process groups have the names of their axes: see `group_sizes`."""
+    """Its process groups have the names of their axes: see `groups_of`."""
     return layout_of(group, plan, "+".join)
 
 
-def group_sizes(plan: Plan) -> dict[str, int]:
-    """Processes of the groups that a rehearsal's graphs name."""
-    return {**dict(plan.axes), "+".join(a for a, n in plan.axes if n > 1): plan.world, EVERYONE: plan.world}
+def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:
+    """The process groups that a rehearsal's graphs name."""
+    found, stride = {}, 1
+    for axis, size in reversed(plan.axes):
+        found[axis] = cluster.group(size, stride)
+        stride *= size
+    everyone = cluster.group(plan.world)
+    return {**found, "+".join(a for a, n in plan.axes if n > 1): everyone, EVERYONE: everyone}
 
 
 def rows_of(shape: Sequence[int], group: ParameterGroup, plan: Plan) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import DEVICES, Device, Link
 from autoshard.errors import ClusterError
 
@@ -35,10 +36,12 @@ class Cluster:
         """Processes in all."""
         return self.nodes * self.per_node
 
-    @property
-    def slowest(self) -> Link:
-        """The link that bounds a ring over all processes."""
-        return self.device.across if self.nodes > 1 else self.device.inside
+    def group(self, size: int, stride: int = 1) -> Group:
+        """Of `size` processes, every `stride`-th of the job's, which fill node after node. Where some of such groups begin
+        in the middle of a node, the one on the most nodes."""
+        on_one = max(1, self.per_node // stride)
+        begins = self.per_node % (size * stride) and size * stride % self.per_node
+        return Group(size, min(self.nodes, size, -(-size // on_one) + bool(begins)))
 
     def to_yaml(self) -> str:
         """The cluster as text that `from_yaml` reads, meant to be edited by people too."""
@@ -98,7 +101,7 @@ def _device(data: Any) -> Device:
     if "preset" in data:
         base = preset(data.pop("preset"))
     else:
-        missing = [n for n in names if n not in data and n not in ("source", "interference", "tables")]
+        missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "tables")]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
         base = DEVICES["cpu"]

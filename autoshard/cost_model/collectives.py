@@ -1,24 +1,106 @@
-"""What a collective costs: the α–β model of a ring, with the bytes that one process sends."""
+"""What a collective costs: α–β models of the algorithms that transports have, over the links that lie between a group of
+processes.
+
+[Note: Algorithms] n processes on k nodes, m on each, and a whole tensor of b bytes.
+
+ring          every part passes all others: (n-1)/n of b through each process, an all-reduce twice that. A part's way has k-1
+              hops between nodes, and the others inside of them.
+tree          an all-reduce to a root and back: all of b twice, in log2(k) hops between nodes and chains inside of them.
+direct        every process sends each other one its part at once: one hop.
+hierarchical  between the processes that have the same place on their nodes, and inside of the nodes; first where parts are
+              small.
+
+NCCL makes as many rings as a node has links to the network, so m processes have m times a process's bandwidth to other nodes; it
+takes the faster of ring and tree. gloo has one ring, and carries out a reduce-scatter as an all-reduce. Neither is direct or
+hierarchical by itself: these are what can be written with several collectives.
+"""
 
 from __future__ import annotations
 
-from autoshard.cost_model.hardware import Link
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoshard.cost_model.hardware import Device
 
 
-def _rounds(collective: str, link: Link) -> int:
+_TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that communicate: how many, and on how many nodes."""
+
+    size: int
+    nodes: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """At most that many of them on one node."""
+        return -(-self.size // self.nodes)
+
+
+def bytes_sent(collective: str, payload: int, group: Group, device: Device) -> int:
+    """Bytes that each process sends in a ring, for a payload of the whole tensor's bytes."""
+    return _rounds(collective, device) * (payload * (group.size - 1) // group.size)
+
+
+def seconds(collective: str, payload: int, group: Group, device: Device) -> float:
+    """Seconds of one collective by the fastest algorithm that the device's transport has for it."""
+    if group.size == 1:
+        return 0.0
+    algorithms = (ring, tree) if collective == "all_reduce" and device.inside.scatters else (ring,)
+    return min(algorithm(collective, payload, group, device) for algorithm in algorithms)
+
+
+def ring(collective: str, payload: int, group: Group, device: Device) -> float:
+    """Seconds of a ring. See [Note: Algorithms]."""
+    hops = (group.nodes - 1) * device.across.latency + (group.size - group.nodes) * device.inside.latency
+    moved = bytes_sent(collective, payload, group, device) / _bandwidth(group, device)
+    return device.message + _rounds(collective, device) * hops + moved
+
+
+def tree(collective: str, payload: int, group: Group, device: Device) -> float:
+    """Seconds of an all-reduce up a tree of nodes and down again."""
+    assert collective == "all_reduce", collective
+    hops = math.ceil(math.log2(group.nodes)) * device.across.latency + (group.per_node - 1) * device.inside.latency
+    return device.message + 2 * (hops + payload / (_TREE * _bandwidth(group, device)))
+
+
+def direct(collective: str, payload: int, group: Group, device: Device) -> float:
+    """Seconds of an all-to-all, which with a local sum makes a reduce-scatter; an all-gather without; an all-reduce of
+    both."""
+    near, far = group.per_node - 1, group.size - group.per_node
+    part = payload / group.size
+    hop = device.across.latency if far else device.inside.latency
+    moved = max(near * part / device.inside.bandwidth, far * part / device.across.bandwidth)
+    return (2 if collective == "all_reduce" else 1) * (device.message + hop + moved)
+
+
+def hierarchical(collective: str, payload: int, group: Group, device: Device) -> float:
+    """Seconds of two rings: between nodes, of a node's share, and inside of them."""
+    between, inside = Group(group.nodes, group.nodes), Group(group.per_node)
+    shares: list[tuple[Group, int]] = [(between, payload // group.per_node), (inside, payload)]
+    steps = ["reduce_scatter", "all_gather"] if collective == "all_reduce" else [collective]
+    return sum(ring(step, b, g, device) for step in steps for g, b in shares if g.size > 1)
+
+
+ALGORITHMS: dict[str, Callable[[str, int, Group, Device], float]] = {
+    f.__name__: f for f in (ring, tree, direct, hierarchical)
+}
+
+
+def _rounds(collective: str, device: Device) -> int:
     """How often a ring passes the payload round."""
-    twice = collective == "all_reduce" or (collective == "reduce_scatter" and not link.scatters)
+    twice = collective == "all_reduce" or (collective == "reduce_scatter" and not device.inside.scatters)
     return 2 if twice else 1
 
 
-def ring_bytes(collective: str, payload: int, size: int, link: Link) -> int:
-    """Bytes that each of `size` processes sends in a ring for a payload of the full tensor's bytes."""
-    return _rounds(collective, link) * (payload * (size - 1) // size)
-
-
-def ring_seconds(collective: str, payload: int, size: int, link: Link) -> float:
-    """Seconds of one message: every step of the ring pays the latency."""
-    if size == 1:
-        return 0.0
-    steps = (size - 1) * _rounds(collective, link)
-    return steps * link.latency + ring_bytes(collective, payload, size, link) / link.bandwidth
+def _bandwidth(group: Group, device: Device) -> float:
+    """Bytes a second that rings through the whole group carry."""
+    if group.nodes == 1:
+        return device.inside.bandwidth
+    if group.per_node == 1:
+        return device.across.bandwidth
+    rings = group.per_node if device.inside.scatters else 1
+    return min(device.inside.bandwidth, rings * device.across.bandwidth)

@@ -35,7 +35,9 @@ class Link:
 class Device:
     """memory: bytes; 0 is not known. flops: operations a second by dtype, dense matmuls at their peak. bandwidth: of its
     memory, bytes a second. launch: seconds that a kernel takes at least. inside, across: links within a node and between
-    nodes, a process. interference: seconds that compute loses for each second of a collective beside it. tables: what `autoshard calibrate` measured, see `cost_model/kernels.py`. source: of the figures.
+    nodes, a process; their latency is that of one hop. message: seconds that a collective takes before its first hop.
+    interference: seconds that compute loses for each second of a collective beside it. tables: what `autoshard calibrate`
+    measured, see `cost_model/kernels.py`. source: of the figures.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Device:
     inside: Link
     across: Link
     source: str = ""
+    message: float = 0.0
     interference: float = 0.0
     tables: Mapping[str, Table] = field(default_factory=dict)
 
@@ -53,6 +56,7 @@ class Device:
         _in_range("memory", self.memory, 0, 1e14, "bytes")
         _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
         _in_range("launch", self.launch, 0, 1, "seconds")
+        _in_range("message", self.message, 0, 1, "seconds")
         _in_range("interference", self.interference, 0, 10, "seconds a second")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
@@ -77,13 +81,14 @@ def _gpu(
     name: str, gib: float, tflops: Mapping[str, float], tb_s: float, nv_gb_s: float, net_gb_s: float, source: str
 ) -> Device:
     """tflops: dense. nv_gb_s, net_gb_s: gigabytes a second each way, to the node's others and to the network."""
-    inside = Link(10e-6 if nv_gb_s > 100 else 15e-6, nv_gb_s * 1e9)
+    inside = Link(2.5e-6 if nv_gb_s > 100 else 6e-6, nv_gb_s * 1e9)
     flops = {dtype: rate * 1e12 for dtype, rate in tflops.items()}
-    return Device(name, int(gib * GIB), flops, tb_s * 1e12, 4e-6, inside, Link(20e-6, net_gb_s * 1e9), source)
+    return Device(name, int(gib * GIB), flops, tb_s * 1e12, 4e-6, inside, Link(10e-6, net_gb_s * 1e9), source, 12e-6)
 
 
 # Dense rates (without sparsity), memory and links from the vendors' data sheets, named in `source`. fp32 is what torch
-# does by default, without TF32. Latencies are typical of NCCL rings; a launch is typical of CUDA. Across: 400 Gbit/s a
+# does by default, without TF32. Latencies lie between those of the protocols that NCCL chooses among (its own tuning model
+# has 1.9 and 3.4 us a hop over NVLink, 4 and 14 over a network, 12 before the first); a launch is typical of CUDA. Across: 400 Gbit/s a
 # GPU where such nodes are sold with it (DGX H100), 200 for A100, 100 for the others. Measure yours by
 # `autoshard calibrate`. "cpu" is one core with gloo over 1 Gbit/s, in round figures.
 _PRESETS = (

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autoshard.cost_model.collectives import ring_bytes, ring_seconds
-from autoshard.cost_model.hardware import Link
+from autoshard.cost_model import collectives
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import Group
 
 UNKNOWN = ("activations", "temporaries", "compute time", "overlap")
 
@@ -60,29 +61,30 @@ def _buckets(groups: tuple[GroupCost, ...]) -> int:
     return max(sizes, default=0)
 
 
-def traffic(groups: Iterable[GroupCost], link: Link) -> list[tuple[str, str, int, int, float]]:
+def traffic(groups: Iterable[GroupCost], cluster: Cluster) -> list[tuple[str, str, int, int, float]]:
     """(collective, phase, messages, bytes sent, seconds) of one step, same kinds added up."""
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for g in groups:
-        for collective, phase, payload, size in _messages(g):
+        for collective, phase, payload, group in _messages(g, cluster):
             entry = total[collective, phase]
             entry[0] += 1
-            entry[1] += ring_bytes(collective, payload, size, link)
-            entry[2] += ring_seconds(collective, payload, size, link)
+            entry[1] += collectives.bytes_sent(collective, payload, group, cluster.device)
+            entry[2] += collectives.seconds(collective, payload, group, cluster.device)
     return [(c, p, int(n), int(b), s) for (c, p), (n, b, s) in total.items()]
 
 
-def _messages(g: GroupCost) -> Iterable[tuple[str, str, int, int]]:
+def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, Group]]:
     """(collective, phase, payload bytes, processes) of one group in one step."""
+    sharing, replicas = cluster.group(g.optimizer_degree), cluster.group(g.replicas, g.optimizer_degree)
     if g.optimizer_degree > 1:
         payload = g.elements * g.compute_itemsize
-        yield "all_gather", "forward", payload, g.optimizer_degree
+        yield "all_gather", "forward", payload, sharing
         if g.parameter_degree > 1:
-            yield "all_gather", "backward", payload, g.optimizer_degree
+            yield "all_gather", "backward", payload, sharing
     if not g.trained:
         return
     payload = g.trained * g.reduce_itemsize
     if g.optimizer_degree > 1:
-        yield "reduce_scatter", "backward", payload, g.optimizer_degree
+        yield "reduce_scatter", "backward", payload, sharing
     if g.replicas > 1:
-        yield "all_reduce", "backward", payload // g.optimizer_degree, g.replicas
+        yield "all_reduce", "backward", payload // g.optimizer_degree, replicas

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.cost_model import timeline
+from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.collectives import ring_seconds
+from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
@@ -33,9 +33,9 @@ class StepTime:
 
 
 def step_time(
-    program: Program, moved: Sequence[int], cluster: Cluster, group_sizes: Mapping[str, int], fused: bool
+    program: Program, moved: Sequence[int], cluster: Cluster, groups: Mapping[str, Group], fused: bool
 ) -> StepTime:
-    """The time of a program, sizes as they were in the trace. group_sizes: processes by the group's name. moved: bytes of
+    """The time of a program, sizes as they were in the trace. groups: of processes, by name. moved: bytes of
     each of the optimizer's operations. fused: generated code."""
 
     @functools.cache
@@ -46,19 +46,19 @@ def step_time(
         return spent(work_of(operation).at(program.open.number), fused and _is_generated(operation))
 
     def collective(operation: Operation) -> float:
-        return collective_seconds(operation, cluster, group_sizes)
+        return collective_seconds(operation, cluster, groups)
 
     line = timeline.simulate(program, kernel, collective, cluster.device.interference)
     return StepTime(line, _optimizer(moved, cluster))
 
 
 def schedule(
-    program: Program, moved: Sequence[int], cluster: Cluster, group_sizes: Mapping[str, int], fused: bool
+    program: Program, moved: Sequence[int], cluster: Cluster, groups: Mapping[str, Group], fused: bool
 ) -> Schedule:
     """The same step for many sizes at once."""
     return schedule_of(
         program,
-        lambda operation: collective_seconds(operation, cluster, group_sizes),
+        lambda operation: collective_seconds(operation, cluster, groups),
         lambda operation: fused and _is_generated(operation),
         cluster.device,
         _optimizer(moved, cluster),
@@ -74,17 +74,17 @@ def _optimizer(moved: Sequence[int], cluster: Cluster) -> float:
     return sum(float(seconds(Work("pointwise", 0, bytes, 0), cluster.device)) for bytes in moved)
 
 
-def collective_seconds(operation: Operation, cluster: Cluster, group_sizes: Mapping[str, int]) -> float:
-    """By the device's table for groups of this size, or else by the ring over the slowest link that it crosses."""
+def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
+    """By the device's table for groups of this size on one node, or else by what its transport does."""
     packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
     name = _NAMES.get(packet, packet)
     arguments: tuple[Any, ...] = operation.node.args
-    size = group_sizes.get(str(arguments[-1]), 1)
+    group = groups.get(str(arguments[-1]), Group(1))
     value = arguments[0].meta["val"]
-    payload = value.numel() * value.element_size() * (size if name == "all_gather" else 1)
-    table = cluster.device.tables.get(f"{name}@{size}")
-    if table is not None and cluster.nodes == 1:
+    payload = value.numel() * value.element_size() * (group.size if name == "all_gather" else 1)
+    table = cluster.device.tables.get(f"{name}@{group.size}")
+    if table is not None and group.nodes == 1:
         return float(look_up(table, payload))
-    return ring_seconds("all_reduce" if name == "broadcast" else name, payload, size, cluster.slowest)
+    return collectives.seconds("all_reduce" if name == "broadcast" else name, payload, group, cluster.device)
 
 

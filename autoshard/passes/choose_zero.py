@@ -209,7 +209,7 @@ def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> 
     """The plan with what the cost model says of it."""
     infos = {p.name: p for p in inventory.parameters}
     costs = [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
-    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster.slowest))
+    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster))
     prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
     return replace(plan, predicted=prediction)
 
