@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from autoshard.cost_model.hardware import Device
 
-
 _TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
 
 
