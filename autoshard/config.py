@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.dtypes import dtype_named
+from autoshard.dtypes import dtype_or_own
 from autoshard.errors import ConfigError
 from autoshard.plan import OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
@@ -21,10 +21,6 @@ PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "eager")
 MESH_AXES = ("replicate", "shard")
 _DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "buffers", "replicate_below")
-
-
-def _named(dtype: str) -> torch.dtype | None:
-    return dtype_named(dtype) if dtype else None
 
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
@@ -162,7 +158,7 @@ class Config:
         """(compute, reduce), of the pinned plan if there is one: None leaves the parameter's own."""
         pinned = self.resolved_plan()
         if pinned is not None:
-            return _named(pinned.compute), _named(pinned.reduce)
+            return dtype_or_own(pinned.compute), dtype_or_own(pinned.reduce)
         if self.precision is None:
             return None, None
         if isinstance(self.precision, MixedPrecisionPolicy):

@@ -18,6 +18,11 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def dtype_or_own(name: str) -> torch.dtype | None:
+    """`dtype_named`; None for "", a parameter's own."""
+    return dtype_named(name) if name else None
+
+
 def name_of_dtype(dtype: torch.dtype) -> str:
     """The inverse of `dtype_named`."""
     return _NAMES[dtype]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.dtypes import dtype_named, name_of_dtype
+from autoshard.dtypes import dtype_or_own, name_of_dtype
 from autoshard.plan import ParameterGroup, Plan
 
 
@@ -81,8 +81,8 @@ class Layout:
             owners=tuple(map(int, owners.split(","))) if owners else (),
             replicas=fields.get("replicas", ""),
             mean_over=int(fields["mean"]),
-            compute=dtype_named(fields["compute"]) if "compute" in fields else None,
-            reduce=dtype_named(fields["reduce"]) if "reduce" in fields else None,
+            compute=dtype_or_own(fields.get("compute", "")),
+            reduce=dtype_or_own(fields.get("reduce", "")),
         )
 
 
@@ -97,6 +97,6 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         owners=group.ranks if sharded else (),
         replicas=name_of([axis for axis in axes if axis not in over]),
         mean_over=plan.world,
-        compute=dtype_named(plan.compute) if plan.compute else None,
-        reduce=dtype_named(plan.reduce) if plan.reduce else None,
+        compute=dtype_or_own(plan.compute),
+        reduce=dtype_or_own(plan.reduce),
     )

@@ -44,6 +44,13 @@ def callee(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def leads_to(node: Node, *targets: Any) -> bool:
+    """Whether a reader of a parameter is a call of these ops, or all that it leads to by to_local and detach are."""
+    if is_call(node, *targets):
+        return True
+    return callee(node).endswith(("to_local", "detach")) and all(leads_to(user, *targets) for user in node.users)
+
+
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
     """The calls of these ops, in graph order."""
     return [n for n in gm.graph.nodes if is_call(n, *targets)]

@@ -49,17 +49,11 @@ def _refuse_nested(gm: GraphModule) -> None:
 def _refuse_direct_uses(parameters: dict[Node, str]) -> None:
     """The gradient of a use without `unshard` would be of rows, and not reduced."""
     for node, name in parameters.items():
-        if not all(_leads_to_unshard(user) for user in node.users):
+        if not all(graphs.leads_to(user, graphs.UNSHARD) for user in node.users):
             raise UnsupportedError(
                 f"forward uses parameter {name!r} other than through its module (by model.parameters(), say), which is "
                 "not supported; a penalty on weights belongs into the loop or the optimizer's weight_decay"
             )
-
-
-def _leads_to_unshard(user: Node) -> bool:
-    if graphs.is_call(user, graphs.UNSHARD):
-        return True
-    return graphs.callee(user).endswith(("to_local", "detach")) and all(_leads_to_unshard(u) for u in user.users)
 
 
 def _refuse_writes(unshard: Node) -> None:

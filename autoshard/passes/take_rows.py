@@ -37,26 +37,22 @@ class TakeRows:
 
 
 def takers(gm: GraphModule) -> dict[int, Tensor]:
-    """The inputs that take rows, by position: what the trace had of them, leaves that are trained where the DTensors are."""
-    found = {i: n for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if ROWS in n.meta}
-    return {i: n.meta["example_value"].detach().requires_grad_(n.meta[ROWS]) for i, n in found.items()}
+    """The inputs that take rows, by position, as the trace had them."""
+    places = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {i: node.meta["example_value"] for i, node in places if ROWS in node.meta}
 
 
 def _takes_rows(user: Node) -> bool:
     """True of the to_local in what a module shows for a parameter; what a user does with a DTensor stays."""
     plain = len(user.args) == 1 and not user.kwargs
-    return plain and graphs.callee(user).endswith("to_local") and all(map(_is_ours, user.users))
-
-
-def _is_ours(reader: Node) -> bool:
-    if graphs.callee(reader) == "detach":
-        return all(map(_is_ours, reader.users))
-    return graphs.is_call(reader, graphs.UNSHARD, graphs.ADD_HELD)
+    return plain and graphs.callee(user).endswith("to_local") and graphs.leads_to(user, graphs.UNSHARD, graphs.ADD_HELD)
 
 
 def _take(gm: GraphModule, node: Node, trained: bool) -> None:
-    for call in list(node.users):
-        node.meta["example_value"] = call.meta["example_value"]
+    """The input becomes a leaf, trained where the DTensor is."""
+    calls = list(node.users)
+    rows: Tensor = calls[0].meta["example_value"]
+    for call in calls:
         call.replace_all_uses_with(node)
         gm.graph.erase_node(call)
-    node.meta[ROWS] = trained
+    node.meta.update({"example_value": rows.detach().requires_grad_(trained), ROWS: True})

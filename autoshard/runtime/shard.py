@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from autoshard.dtypes import dtype_named
+from autoshard.dtypes import dtype_or_own
 from autoshard.inventory import names_of
 from autoshard.ops.layout import Layout, layout_of
 from autoshard.plan import ParameterGroup, Plan
@@ -159,7 +159,7 @@ class Sharder:
                 dist.broadcast(buffer, 0)
 
     def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
-        compute = dtype_named(self.plan.compute) if self.plan.compute else None
+        compute = dtype_or_own(self.plan.compute)
         for module, layouts in shown.items():
             _show_sharded(module, layouts, compute, self.accumulation)
 

@@ -1,0 +1,58 @@
+"""What collectives cost: against what was measured, against what links carry, by where processes lie."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard import Config
+from autoshard.cost_model import collectives
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.planning import first_look
+
+
+def test_collectives_on_two_hosts_take_what_was_measured() -> None:
+    """gloo, 8 MiB, two hosts at 1 Gbit/s: milliseconds by hand, and how far the model is off."""
+    measured = {"all_gather": 37, "reduce_scatter": 72, "all_reduce": 70}
+    for name, taken in measured.items():
+        assert collectives.seconds(name, 2**23, Group(2, 2), DEVICES["cpu"]) * 1e3 == pytest.approx(taken, rel=0.1)
+    assert collectives.direct("reduce_scatter", 2**23, Group(2, 2), DEVICES["cpu"]) * 1e3 == pytest.approx(34, rel=0.1)
+
+
+@given(st.sampled_from(sorted(collectives.ALGORITHMS)), st.integers(0, 7), st.integers(1, 8), st.integers(0, 2**34))
+def test_no_algorithm_beats_the_links(name: str, doublings: int, per_node: int, payload: int) -> None:
+    group, device = Group(2**doublings * per_node, 2**doublings), DEVICES["h100"]
+    taken = collectives.ALGORITHMS[name]("all_reduce", payload, group, device)
+    into_a_node = payload * (group.nodes - 1) / group.nodes / (per_node * device.across.bandwidth)
+    assert taken >= max(into_a_node, payload * (group.size - 1) / group.size / device.inside.bandwidth) * (1 - 1e-6)
+
+
+def test_groups_lie_on_as_few_nodes_as_their_places_say() -> None:
+    cluster = Cluster(4, 8, DEVICES["h100"])
+    assert cluster.group(32) == Group(32, 4) and cluster.group(8) == Group(8, 1)
+    assert cluster.group(4, 8) == Group(4, 4)  # one on each node
+    assert cluster.group(8, 4) == Group(8, 4) and cluster.group(8, 4).per_node == 2
+    assert cluster.group(6) == Group(6, 2)  # the second begins on the first node
+
+
+def test_what_a_node_shares_stays_on_its_own_links() -> None:
+    def reductions(cluster: Cluster, **mesh: int) -> dict[str, float]:
+        plan = first_look(nn.Linear(4096, 4096), Config(zero=3, mesh=mesh, replicate_below=0), cluster)
+        return {t.collective: t.seconds for t in plan.predicted.traffic}
+
+    one, eight = Cluster(1, 8, DEVICES["h100"]), Cluster(8, 8, DEVICES["h100"])
+    alone, hybrid, flat = reductions(one, shard=8), reductions(eight, replicate=8, shard=8), reductions(eight, shard=64)
+    assert hybrid["all_gather"] == alone["all_gather"] < flat["all_gather"]
+    assert hybrid["all_reduce"] > 0 and "all_reduce" not in alone
+
+
+def test_a_long_ring_of_small_messages_is_slower_than_a_tree() -> None:
+    group, device = Group(1024, 128), DEVICES["h100"]
+    taken = {name: f("all_reduce", 2**16, group, device) for name, f in collectives.ALGORITHMS.items()}
+    assert collectives.seconds("all_reduce", 2**16, group, device) == taken["tree"] < taken["ring"]
+    assert taken["hierarchical"] < taken["ring"]
+    assert collectives.seconds("all_reduce", 2**36, group, device) == collectives.ring("all_reduce", 2**36, group, device)
