@@ -8,8 +8,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
@@ -19,16 +19,18 @@ from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
-from autoshard.ops.block import DIRECT
+from autoshard.ops.block import DIRECT, Block
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import POLICY
 from autoshard.passes.take_rows import takers
+from autoshard.passes.take_whole import Whole, put_unshards, wholes
 from autoshard.runtime.dtensors import taking_rows
 from autoshard.version import __version__
 
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
+_C = TypeVar("_C", bound="Compilation")
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ class _Traced(Exception):
 
 @dataclass(frozen=True)
 class Compilation:
-    """One graph to compile: the passes and what they need to know, and whether Inductor generates code."""
+    """One graph to compile: the passes and what they need to know, and whether Inductor generates code. wholes: the inputs
+    that AOTAutograd takes whole, see [Note: Whole inputs]."""
 
     manager: PassManager
     context: Context
     inductor: bool
     phases: Phases
+    wholes: dict[int, Whole] = field(default_factory=dict)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
@@ -77,14 +81,20 @@ class Compilation:
         inputs = [rows.get(i, x) for i, x in enumerate(inputs)]
         with torch_internals.without_autograd_cache():
             blocks = compile_blocks(gm, self.differentiate, self.generate)
-            whole = self.inductor and not blocks  # what is around compiled blocks takes longer to compile than to run
-            run = self._inductor(gm, inputs) if whole else self._eager(gm, inputs)
+            outer = self.around(gm, blocks, inputs)
+            run = outer._inductor(gm, inputs) if outer.inductor else outer._eager(gm, inputs)
         named = taking_rows(_naming_lost_peers(run), tuple(rows))
         named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
         return named
 
+    def around(self: _C, gm: GraphModule, blocks: Sequence[Block], inputs: Sequence[Any]) -> _C:
+        """Of the graph that has these blocks; what is around compiled ones takes longer to compile than to run."""
+        return replace(self, inductor=self.inductor and not blocks, wholes=wholes(gm, inputs))
+
     def trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Joint:
-        """A graph's forward and backward in one: AOTAutograd alone, as far as Inductor's operators if need be."""
+        """A graph's forward and backward in one: AOTAutograd alone, as far as Inductor's operators if need be. inputs: rows
+        where they are whole."""
+        inputs = self._whole(inputs)
 
         def partition(joint: GraphModule, joint_inputs: Sequence[Any], **keywords: Any) -> Any:
             raise _Traced(Joint(joint, joint_inputs, keywords))
@@ -125,7 +135,11 @@ class Compilation:
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
-        return self._cut(self.manager.run("joint", joint, self.context), inputs, **kwargs)
+        return self._cut(self._joint(joint, self.context), inputs, **kwargs)
+
+    def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
+        put_unshards(gm, self.wholes)
+        return self.manager.run("joint", gm, context)
 
     def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
@@ -139,8 +153,17 @@ class Compilation:
         """The passes of the last stage, on one of the graphs that code is generated for."""
         context = replace(self.context, phase=phase)
         if phase == "inference":
-            gm = self.manager.run("joint", gm, context)
+            gm = self._joint(gm, context)
         return self.manager.run("split", gm, context)
+
+    def _whole(self, inputs: Sequence[Any]) -> list[Any]:
+        """Inputs as AOTAutograd takes them."""
+        return [self.wholes[i].value if i in self.wholes else x for i, x in enumerate(inputs)]
+
+    def _rows(self, graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Inputs as a graph takes them that AOTAutograd gave."""
+        places = map(torch_internals.input_position, graph.graph.find_nodes(op="placeholder"))
+        return [self.wholes[i].rows if i in self.wholes else x for i, x in zip(places, inputs)]
 
     def _eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(phase: Phase) -> Callable[..., Any]:
@@ -152,7 +175,7 @@ class Compilation:
 
         return aot_module_simplified(  # type: ignore[no-any-return]
             gm,
-            inputs,
+            self._whole(inputs),
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
@@ -169,7 +192,7 @@ class Compilation:
                 phase = "backward"
             with self.phases.phase(phase, _size(graph)):
                 graph = self.split(graph, phase)
-                compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
+                compiled = torch_internals.inner_inductor(graph, self._rows(graph, graph_inputs), **kwargs)
             return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
 
         identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec}"
@@ -179,7 +202,7 @@ class Compilation:
             "reorder_for_peak_memory": False,
             "reorder_for_locality": False,
         }
-        return torch_internals.compile_with_inductor(gm, inputs, inner, patches)
+        return torch_internals.compile_with_inductor(gm, self._whole(inputs), inner, patches)
 
 
 def _size(gm: GraphModule) -> str:

@@ -121,7 +121,7 @@ class _Rehearsal(Compilation):
             return self.cut_block(joint, body.meta[POLICY])
 
         blocks = compile_blocks(gm, differentiate, self.generate)
-        outer = replace(self, inductor=self.inductor and not blocks)
+        outer = self.around(gm, blocks, inputs)
         return Prepared(captured, outer, outer.trace(gm, inputs), tuple(blocks), tuple(kinds if blocks else ()))
 
     def finish(self, joint: Joint, blocks: tuple[Block, ...]) -> Rehearsed:

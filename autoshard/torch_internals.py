@@ -59,6 +59,7 @@ __all__ = [
     "ignore_messages_given_once",
     "inductor_alone",
     "inner_inductor",
+    "gradient_places",
     "input_position",
     "is_view",
     "job_store",
@@ -208,6 +209,16 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
 
     described = placeholder.meta.get("desc")
     return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def gradient_places(graph: torch.fx.Graph) -> dict[int, int]:
+    """Which output of a joint graph of AOTAutograd's is the gradient of which input of the traced graph; inputs as of
+    `input_position`. Seen: 2.11, 2.13."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    found = enumerate(graph.output_node().meta.get("desc", ()))
+    grads = {i: d.grad_of for i, d in found if isinstance(d, GradAOTOutput)}
+    return {of.idx: i for i, of in grads.items() if isinstance(of, PlainAOTInput)}
 
 
 def like_rows(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:

@@ -196,6 +196,24 @@ def test_rows_come_from_dtensors_in_front_of_the_graph() -> None:
     assert [g is None for g in grads[0]] == [g is None for g in grads[1]] and grads[0][1] is None
 
 
+def test_whole_parameters_are_traced_and_rows_are_what_comes_of_it() -> None:
+    found = []
+    for left_out in ("", "take_whole,"):
+        model = Blocks((0, 1, 0))
+        model.embed.bias.requires_grad_(False)
+        graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3), registry.DEFAULT.replace(left_out, ""))
+        with torch.no_grad():
+            graphs |= rewritten(Blocks(), torch.randn(4, 8), plan_for(model, 3), registry.DEFAULT.replace(left_out, ""))
+        found.append({phase: _in_short(gm) for phase, gm in graphs.items()})
+    assert found[0] == found[1] and set(found[0]) == {"forward", "backward", "inference"}
+
+
+def _in_short(gm: GraphModule) -> tuple[list[str], dict[str, int], list[str]]:
+    """What goes in, what is done with it, and the collectives in order."""
+    given = sorted(str(tuple(passgraphs.example(n).shape)) for n in gm.graph.find_nodes(op="placeholder"))
+    return given, passgraphs.op_counts(gm), collectives(gm)
+
+
 def test_a_matmul_does_not_wait_for_a_late_sum() -> None:
     """As the gradient of the head does for that of a tied embedding."""
 

@@ -96,6 +96,21 @@ def test_input_position_names_plain_inputs() -> None:
     assert seen == [0, 1]
 
 
+def test_gradient_places_name_the_inputs() -> None:
+    seen: list[dict[int, int]] = []
+
+    def partition(joint: Any, inputs: Any, **keywords: Any) -> Any:
+        seen.append(torch_internals.gradient_places(joint.graph))
+        return min_cut_rematerialization_partition(joint, inputs, **keywords)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return aot_module_simplified(gm, inputs, fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=partition)
+
+    x, y, z = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2, requires_grad=True)
+    torch.compile(lambda x, y, z: x * y + z, backend=backend)(x, y, z)
+    assert seen == [{0: 1, 2: 3}]  # behind the result, one for each input
+
+
 def test_inductor_takes_our_partitioner_and_inner_step() -> None:
     seen = []
 

@@ -22,18 +22,19 @@ from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
 from autoshard.passes.sync_buffers import SyncBuffers
 from autoshard.passes.take_rows import TakeRows
+from autoshard.passes.take_whole import TakeWhole
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
-        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, SyncBuffers, Regather,
-        Recompute, Bucket, Lower, Overlap, EarlyMatmuls
+        InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
+        Regather, Recompute, Bucket, Lower, Overlap, EarlyMatmuls
     )
 }
 
 DEFAULT = (
-    "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,sync_buffers,regather,recompute,"
-    "bucket,lower,overlap,early_matmuls"
+    "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
+    "regather,recompute,bucket,lower,overlap,early_matmuls"
 )
 
 
