@@ -19,7 +19,8 @@ from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
-from autoshard.ops.block import DIRECT, Block
+from autoshard.ops import block, packing
+from autoshard.ops.block import Block
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
@@ -230,10 +231,13 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         return self._identity
 
 
+_DIRECT = block.DIRECT | packing.DIRECT
+
+
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
-    for node in graphs.calls(gm, *DIRECT):
-        node.target = DIRECT[node.target]
+    for node in graphs.calls(gm, *_DIRECT):
+        node.target = _DIRECT[node.target]
 
     guarded = _naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]

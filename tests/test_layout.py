@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ops import wire
+from autoshard.ops import packing, wire
 from autoshard.ops.layout import Layout
+from autoshard.torch_internals import FakeTensorMode
 
 _DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
 
@@ -30,11 +31,11 @@ def _rows(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     return [by_owner.get(r, full[:0]) for r in range(layout.size)]
 
 
-_shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=3)
+_shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
 
 
 @given(layouts(), _shapes)
-def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: list[tuple[int, int]]) -> None:
+def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> None:
     layout = Layout("0", layout.size, layout.owners, "", layout.size)
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
@@ -45,7 +46,7 @@ def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: list[tuple[
 
 @given(layouts(), _shapes)
 def test_a_reduction_gives_each_process_its_rows_of_the_mean(
-    layout: Layout, shapes: list[tuple[int, int]]
+    layout: Layout, shapes: tuple[tuple[int, int], ...]
 ) -> None:
     layout = Layout("0", layout.size, layout.owners, "", layout.size)
     grads = [[torch.randn(s) for s in shapes] for _ in range(layout.size)]
@@ -57,3 +58,20 @@ def test_a_reduction_gives_each_process_its_rows_of_the_mean(
         got = wire.unpack_shards(flat[rank], shards, shapes, torch.float32, layout)
         for ours, theirs in zip(got, wanted):
             torch.testing.assert_close(ours, theirs[rank])
+
+
+@given(layouts(), _shapes, st.sampled_from([torch.float32, torch.float16]))
+def test_what_graphs_do_is_what_the_wire_says(layout: Layout, shapes: tuple[tuple[int, int], ...], own: torch.dtype) -> None:
+    """Operators or views: the same numbers, and what a trace is told of them."""
+    full = [torch.randn(s).to(own) for s in shapes]
+    rows = [_rows(f, layout)[0] for f in full]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        told = packing.pack_shards(rows, shapes, layout), packing.pack_grads(full, layout)
+        told_full = packing.unpack_full(torch.cat([told[0]] * layout.size), shapes, layout)
+    sent, reduced = packing.pack_shards(rows, shapes, layout), packing.pack_grads(full, layout)
+    assert torch.equal(sent, wire.pack_shards(rows, shapes, layout)) and torch.equal(reduced, wire.pack_grads(full, layout))
+    gathered = torch.cat([sent] * layout.size)
+    whole, by_wire = (f(gathered, shapes, layout) for f in (packing.unpack_full, wire.unpack_full))
+    assert all(map(torch.equal, whole, by_wire))
+    for real, fake in zip((sent, reduced, *whole), (*told, *told_full)):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)

@@ -13,6 +13,7 @@ from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.ops import packing
 from autoshard.passes import graphs
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.rehearsal import rehearse
@@ -22,8 +23,9 @@ from tests.test_passes import Blocks, many_processes, plan_for, rewritten  # noq
 def _operations(gm: GraphModule) -> Counter[str]:
     """What is called and how large its result is, but for views: a DTensor brings some."""
     found: Counter[str] = Counter()
+    ops = {run: op for op, run in packing.DIRECT.items()}
     for node in gm.graph.nodes:
-        name, value = str(node.target), node.meta.get("val")
+        name, value = str(ops.get(node.target, node.target)), node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and "view" not in name and "detach" not in name:
             found[f"{name} {tuple(value.shape)}"] += 1
     return found

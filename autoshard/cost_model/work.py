@@ -45,7 +45,7 @@ _REDUCTIONS = _names("""
 _RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
-    scalar_tensor slice_scatter slice_backward select_backward stack
+    scalar_tensor slice_scatter slice_backward select_backward stack pack_shards unpack_full pack_grads
 """)
 
 

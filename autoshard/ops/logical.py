@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.ops import wire
+from autoshard.ops import packing, wire
 from autoshard.ops.layout import Layout
 
 _c10d = torch.ops._c10d_functional
@@ -30,9 +30,9 @@ def _define_unshard_bucket(
     spec, full = Layout.parse(layout), wire.split_shapes(shapes, ndims)
     if not spec.sharded:
         return [s.to(spec.compute or s.dtype) for s in shards]
-    flat = wire.pack_shards(shards, full, spec)
+    flat = packing.pack_shards(shards, full, spec)
     gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, spec.size, spec.group))
-    return wire.unpack_full(gathered, full, spec)
+    return packing.unpack_full(gathered, full, spec)
 
 
 def _define_reduce_bucket(
@@ -44,7 +44,7 @@ def _define_reduce_bucket(
     layout: str,
 ) -> list[Tensor]:
     spec = Layout.parse(layout)
-    flat = wire.pack_grads(grads, spec)
+    flat = packing.pack_grads(grads, spec)
     if spec.sharded:
         flat = _c10d.wait_tensor(
             _c10d.reduce_scatter_tensor(flat, "sum", spec.size, spec.group)

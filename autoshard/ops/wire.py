@@ -1,16 +1,15 @@
 """How shards and gradients lie in the flat tensors that travel: plain tensor functions, no communication.
 
-The eager kernels of the logical ops call these on tensors; the lowering traces the same functions into the
-graph, so there is one description of the wire format.
+A flat tensor has a row for each process of the group, and in it that process's rows of every parameter, padded to a chunk.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.ops.layout import Layout
@@ -18,13 +17,13 @@ from autoshard.ops.layout import Layout
 Shape = tuple[int, ...]
 
 
-def split_shapes(flat: Sequence[int], ndims: Sequence[int]) -> list[Shape]:
+def split_shapes(flat: Sequence[int], ndims: Sequence[int]) -> tuple[Shape, ...]:
     """Inverse of flattening a list of shapes: torch op schemas have no lists of lists."""
     shapes, at = [], 0
     for ndim in ndims:
         shapes.append(tuple(flat[at : at + ndim]))
         at += ndim
-    return shapes
+    return tuple(shapes)
 
 
 def split_like(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -33,78 +32,66 @@ def split_like(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
 
-def _pad_rows(tensor: Tensor, shape: Shape) -> Tensor:
-    """Zeros below the rows of `tensor`, to `shape`."""
-    missing = shape[0] - tensor.shape[0]
-    if missing == 0:
-        return tensor
-    if tensor.numel() == 0:
-        return torch.full(shape, 0.0, dtype=tensor.dtype, device=tensor.device)
-    return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing])
+@functools.cache
+def counts(full: tuple[Shape, ...], layout: Layout) -> list[int]:
+    """Elements that one process has in a flat tensor of each parameter of these full shapes."""
+    return [math.prod(layout.with_chunk(shape) if layout.sharded else shape) for shape in full]
 
 
-def pack_shards(shards: Sequence[Tensor], full: Sequence[Shape], layout: Layout) -> Tensor:
+@functools.cache
+def is_even(full: tuple[Shape, ...], layout: Layout) -> bool:
+    """True if all processes of the group hold as many rows of each of these full shapes."""
+    return not layout.sharded or (not layout.owners and all(shape[0] % layout.size == 0 for shape in full))
+
+
+def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> Tensor:
     """The flat tensor that this process sends to a gather: its padded shards, one after the other."""
-    padded = []
-    for shard, shape in zip(shards, full):
-        chunk = layout.with_chunk(shape)
-        rows = _pad_rows(shard.to(layout.compute or shard.dtype), chunk)
-        padded.append(rows.reshape(-1))
-    return torch.cat(padded) if len(padded) > 1 else padded[0]
+    sizes, parts = counts(full, layout), []
+    for shard, size in zip(shards, sizes):
+        parts.append(shard.reshape(-1))
+        if shard.numel() < size:
+            parts.append(shard.new_zeros(size - shard.numel()))
+    return torch.cat(parts, out=shards[0].new_empty(sum(sizes), dtype=layout.compute or shards[0].dtype))
 
 
-def unpack_full(gathered: Tensor, full: Sequence[Shape], layout: Layout) -> list[Tensor]:
-    """The full parameters from what a gather brought: (size × bytes of one packed bucket,)."""
-    by_rank = gathered.view(layout.size, -1)
-    out, at = [], 0
-    for shape in full:
-        chunk = layout.with_chunk(shape)
-        count = math.prod(chunk)
-        piece = by_rank[:, at : at + count]
-        at += count
-        if layout.owners:
-            piece = torch.cat([piece[i : i + 1] for i in layout.owners])
-        if len(shape) == 1 and not piece.is_contiguous():
-            out.append(_vector(piece, shape[0]))
-        else:
-            rows = piece.reshape(len(layout.holders) * chunk[0], *shape[1:]).contiguous()  # one row each makes a view
-            out.append(rows[: shape[0]] if shape[0] < rows.shape[0] else rows)
-    return out
+def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
+    """The full parameters from what a gather brought."""
+    sizes, by_rank = counts(full, layout), gathered.view(layout.size, -1)
+    found = [gathered.new_empty(shape) for shape in full]
+    if is_even(full, layout):
+        torch.split_with_sizes_copy(by_rank, sizes, 1, out=[whole.view(layout.size, -1) for whole in found])
+    else:
+        for whole, rows in zip(found, by_rank.split(sizes, 1)):
+            _unpack_uneven(whole.view(-1), rows, layout)
+    return found
 
 
-def _vector(by_rank: Tensor, length: int) -> Tensor:
-    """The first `length` elements of (holders, elements of a chunk), whose rows lie apart.
-
-    Not a view of a copy: Inductor of torch 2.11 cannot lower a convolution with such a bias.
-    """
-    whole = (length - 1) // by_rank.shape[1]
-    tail = by_rank[whole, : length - whole * by_rank.shape[1]]
-    return torch.cat([by_rank[:whole].reshape(-1), tail]) if whole else tail
+def _unpack_uneven(whole: Tensor, by_rank: Tensor, layout: Layout) -> None:
+    """Fills a parameter's elements from (size, elements of a chunk)."""
+    parts = whole.split(by_rank.shape[1]) if whole.numel() else ()
+    for part, holder in zip(parts, layout.holders):
+        part.copy_(by_rank[holder, : part.numel()])
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
     """The flat tensor that goes into a reduction: for each process its rows of every gradient.
 
-    The mean's division comes first, in the reduction's dtype: it keeps fp16 sums in range.
+    The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range.
     """
-    grads = [g.to(layout.reduce or g.dtype) / layout.mean_over for g in grads]
-    if not layout.sharded:
-        flats = [g.reshape(-1) for g in grads]
-        return torch.cat(flats) if len(flats) > 1 else flats[0]
-    parts = [_rows_by_rank(g, layout) for g in grads]
-    return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).reshape(-1)
+    full = tuple(tuple(g.shape) for g in grads)
+    flat = grads[0].new_empty(layout.size, sum(counts(full, layout)), dtype=layout.reduce or grads[0].dtype)
+    even = is_even(full, layout)
+    torch.cat([g.reshape(layout.size, -1) if even else _rows_by_rank(g, layout) for g in grads], 1, out=flat)
+    return flat.div_(layout.mean_over).view(-1)
 
 
 def _rows_by_rank(grad: Tensor, layout: Layout) -> Tensor:
     """(size, elements of a chunk): row r holds what belongs to position r of the group."""
-    chunk = layout.chunk_rows(grad.shape[0])
-    holders = len(layout.holders)
-    rows = _pad_rows(grad, (chunk * holders, *grad.shape[1:])).reshape(holders, -1)
-    if not layout.owners:
-        return rows
-    nothing = torch.full((1, rows.shape[1]), 0.0, dtype=rows.dtype, device=rows.device)
-    at = {owner: i for i, owner in enumerate(layout.owners)}
-    return torch.cat([rows[at[r] : at[r] + 1] if r in at else nothing for r in range(layout.size)])
+    size = counts((tuple(grad.shape),), layout)[0]
+    rows, parts = grad.new_zeros(layout.size, size), grad.reshape(-1).split(size) if size else ()
+    for part, holder in zip(parts, layout.holders):
+        rows[holder, : part.numel()] = part
+    return rows
 
 
 def unpack_shards(

@@ -1,0 +1,93 @@
+"""The copies into and out of the flat tensors that travel, each an operator of a graph.
+
+Without them Inductor generates code for each copy, a loop for each parameter, and compiles it as long as much of the model.
+What is alone in a flat tensor, and as long on every process, is a view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.ops import wire
+from autoshard.ops.layout import Layout
+from autoshard.ops.wire import Shape
+
+
+def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> Tensor:
+    """See `wire.pack_shards`."""
+    if len(shards) == 1 and wire.is_even(full, layout):
+        return shards[0].to(layout.compute or shards[0].dtype).reshape(-1)
+    return torch.ops.autoshard.pack_shards(shards, *_flat(full), str(layout))  # type: ignore[no-any-return]
+
+
+def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
+    """See `wire.unpack_full`."""
+    if len(full) == 1 and wire.is_even(full, layout):
+        return [gathered.view(full[0])]
+    return torch.ops.autoshard.unpack_full(gathered, *_flat(full), str(layout))  # type: ignore[no-any-return]
+
+
+def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
+    """See `wire.pack_grads`."""
+    if len(grads) == 1 and wire.is_even((tuple(grads[0].shape),), layout):
+        return (grads[0].to(layout.reduce or grads[0].dtype) / layout.mean_over).reshape(-1)
+    return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
+
+
+def _flat(shapes: tuple[Shape, ...]) -> tuple[list[int], list[int]]:
+    return [length for shape in shapes for length in shape], [len(shape) for shape in shapes]
+
+
+def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> Tensor:
+    """`wire.pack_shards` of full shapes one after the other, `ndims` of each."""
+    return wire.pack_shards(shards, wire.split_shapes(shapes, ndims), Layout.parse(layout))
+
+
+def run_unpack_full(gathered: Tensor, shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
+    """`wire.unpack_full` of full shapes one after the other, `ndims` of each."""
+    return wire.unpack_full(gathered, wire.split_shapes(shapes, ndims), Layout.parse(layout))
+
+
+def run_pack_grads(grads: Sequence[Tensor], layout: str) -> Tensor:
+    """`wire.pack_grads`."""
+    return wire.pack_grads(grads, Layout.parse(layout))
+
+
+def _fake_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> Tensor:
+    spec = Layout.parse(layout)
+    elements = sum(wire.counts(wire.split_shapes(shapes, ndims), spec))
+    return shards[0].new_empty(elements, dtype=spec.compute or shards[0].dtype)
+
+
+def _fake_unpack_full(gathered: Tensor, shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
+    return [gathered.new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
+
+
+def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> Tensor:
+    spec = Layout.parse(layout)
+    elements = sum(wire.counts(tuple(tuple(g.shape) for g in grads), spec))
+    return grads[0].new_empty(spec.size * elements, dtype=spec.reduce or grads[0].dtype)
+
+
+def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Not by `custom_op`, whose layers (autograd, checks) take longer at each call than the copies of a small block."""
+    torch.library.define(f"autoshard::{name}", schema, tags=(torch.Tag.flexible_layout,))
+    torch.library.impl(f"autoshard::{name}", "CompositeExplicitAutograd", run)
+    torch.library.register_fake(f"autoshard::{name}", fake)
+
+
+_SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
+_register("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor", run_pack_shards, _fake_pack_shards)
+_register("unpack_full", f"(Tensor gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full)
+_register("pack_grads", "(Tensor[] grads, str layout) -> Tensor", run_pack_grads, _fake_pack_grads)
+
+# Graphs that are run op by op call these instead, see `block.DIRECT`.
+DIRECT: dict[Any, Callable[..., Any]] = {
+    torch.ops.autoshard.pack_shards.default: run_pack_shards,
+    torch.ops.autoshard.unpack_full.default: run_unpack_full,
+    torch.ops.autoshard.pack_grads.default: run_pack_grads,
+}
