@@ -31,7 +31,7 @@ def _rows(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     return [by_owner.get(r, full[:0]) for r in range(layout.size)]
 
 
-_shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
+_shapes = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
 
 
 @given(layouts(), _shapes)

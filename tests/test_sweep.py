@@ -101,8 +101,8 @@ def _traced(name: str, plan: Plan, codegen: Any, batch: int, sequence: int) -> P
 @pytest.mark.parametrize(
     ("name", "codegen", "off"),
     [
-        ("small", "eager", 0.0),
         ("conv", "eager", 0.0),
+        pytest.param("small", "eager", 0.0, marks=pytest.mark.full),
         pytest.param("llama", "eager", 0.0, marks=pytest.mark.full),
         pytest.param("gpt2", "eager", 0.0, marks=pytest.mark.full),
         pytest.param("gpt2", "inductor", 0.02, marks=pytest.mark.full),

@@ -56,10 +56,11 @@ def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layou
 
 def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """The full parameters from what a gather brought."""
-    sizes, by_rank = counts(full, layout), gathered.view(layout.size, -1)
-    found = [gathered.new_empty(shape) for shape in full]
+    sizes = counts(full, layout)
+    by_rank, found = gathered.view(layout.size, sum(sizes)), [gathered.new_empty(shape) for shape in full]
     if is_even(full, layout):
-        torch.split_with_sizes_copy(by_rank, sizes, 1, out=[whole.view(layout.size, -1) for whole in found])
+        places = [whole.view(layout.size, size) for whole, size in zip(found, sizes)]
+        torch.split_with_sizes_copy(by_rank, sizes, 1, out=places)
     else:
         for whole, rows in zip(found, by_rank.split(sizes, 1)):
             _unpack_uneven(whole.view(-1), rows, layout)
@@ -79,15 +80,15 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
     The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range.
     """
     full = tuple(tuple(g.shape) for g in grads)
-    flat = grads[0].new_empty(layout.size, sum(counts(full, layout)), dtype=layout.reduce or grads[0].dtype)
-    even = is_even(full, layout)
-    torch.cat([g.reshape(layout.size, -1) if even else _rows_by_rank(g, layout) for g in grads], 1, out=flat)
+    sizes, even = counts(full, layout), is_even(full, layout)
+    flat = grads[0].new_empty(layout.size, sum(sizes), dtype=layout.reduce or grads[0].dtype)
+    rows = [g.reshape(layout.size, n) if even else _rows_by_rank(g, n, layout) for g, n in zip(grads, sizes)]
+    torch.cat(rows, 1, out=flat)
     return flat.div_(layout.mean_over).view(-1)
 
 
-def _rows_by_rank(grad: Tensor, layout: Layout) -> Tensor:
-    """(size, elements of a chunk): row r holds what belongs to position r of the group."""
-    size = counts((tuple(grad.shape),), layout)[0]
+def _rows_by_rank(grad: Tensor, size: int, layout: Layout) -> Tensor:
+    """(processes, `size` elements of a chunk): row r holds what belongs to position r of the group."""
     rows, parts = grad.new_zeros(layout.size, size), grad.reshape(-1).split(size) if size else ()
     for part, holder in zip(parts, layout.holders):
         rows[holder, : part.numel()] = part
