@@ -52,7 +52,7 @@ def _define_reduce_bucket(
     if spec.replicas:
         flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", spec.replicas))
     shards = wire.split_shapes(shapes, ndims)
-    return wire.unpack_shards(flat, shards, [tuple(g.shape) for g in grads], dtype, spec)
+    return wire.unpack_shards(flat, shards, wire.shapes_of(grads), dtype, spec)
 
 
 def _define_unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:

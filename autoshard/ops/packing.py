@@ -21,25 +21,21 @@ def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layou
     """See `wire.pack_shards`."""
     if len(shards) == 1 and wire.is_even(full, layout):
         return shards[0].to(layout.compute or shards[0].dtype).reshape(-1)
-    return torch.ops.autoshard.pack_shards(shards, *_flat(full), str(layout))  # type: ignore[no-any-return]
+    return torch.ops.autoshard.pack_shards(shards, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
 
 
 def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """See `wire.unpack_full`."""
     if len(full) == 1 and wire.is_even(full, layout):
         return [gathered.view(full[0])]
-    return torch.ops.autoshard.unpack_full(gathered, *_flat(full), str(layout))  # type: ignore[no-any-return]
+    return torch.ops.autoshard.unpack_full(gathered, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
     """See `wire.pack_grads`."""
-    if len(grads) == 1 and wire.is_even((tuple(grads[0].shape),), layout):
+    if len(grads) == 1 and wire.is_even(wire.shapes_of(grads), layout):
         return (grads[0].to(layout.reduce or grads[0].dtype) / layout.mean_over).reshape(-1)
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
-
-
-def _flat(shapes: tuple[Shape, ...]) -> tuple[list[int], list[int]]:
-    return [length for shape in shapes for length in shape], [len(shape) for shape in shapes]
 
 
 def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> Tensor:
@@ -69,7 +65,7 @@ def _fake_unpack_full(gathered: Tensor, shapes: Sequence[int], ndims: Sequence[i
 
 def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> Tensor:
     spec = Layout.parse(layout)
-    elements = sum(wire.counts(tuple(tuple(g.shape) for g in grads), spec))
+    elements = sum(wire.counts(wire.shapes_of(grads), spec))
     return grads[0].new_empty(spec.size * elements, dtype=spec.reduce or grads[0].dtype)
 
 

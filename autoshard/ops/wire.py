@@ -17,8 +17,18 @@ from autoshard.ops.layout import Layout
 Shape = tuple[int, ...]
 
 
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
+    """The tensors' shapes."""
+    return tuple(tuple(t.shape) for t in tensors)
+
+
+def flat_shapes(shapes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Shapes one after the other, and how many numbers are of each: torch op schemas have no lists of lists."""
+    return [length for shape in shapes for length in shape], [len(shape) for shape in shapes]
+
+
 def split_shapes(flat: Sequence[int], ndims: Sequence[int]) -> tuple[Shape, ...]:
-    """Inverse of flattening a list of shapes: torch op schemas have no lists of lists."""
+    """Inverse of `flat_shapes`."""
     shapes, at = [], 0
     for ndim in ndims:
         shapes.append(tuple(flat[at : at + ndim]))
@@ -33,9 +43,9 @@ def split_like(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 @functools.cache
-def counts(full: tuple[Shape, ...], layout: Layout) -> list[int]:
+def counts(full: tuple[Shape, ...], layout: Layout) -> tuple[int, ...]:
     """Elements that one process has in a flat tensor of each parameter of these full shapes."""
-    return [math.prod(layout.with_chunk(shape) if layout.sharded else shape) for shape in full]
+    return tuple(math.prod(layout.with_chunk(shape) if layout.sharded else shape) for shape in full)
 
 
 @functools.cache
@@ -63,15 +73,15 @@ def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> li
         torch.split_with_sizes_copy(by_rank, sizes, 1, out=places)
     else:
         for whole, rows in zip(found, by_rank.split(sizes, 1)):
-            _unpack_uneven(whole.view(-1), rows, layout)
+            for part, place in _by_holder(whole, rows, layout):
+                part.copy_(place)
     return found
 
 
-def _unpack_uneven(whole: Tensor, by_rank: Tensor, layout: Layout) -> None:
-    """Fills a parameter's elements from (size, elements of a chunk)."""
-    parts = whole.split(by_rank.shape[1]) if whole.numel() else ()
-    for part, holder in zip(parts, layout.holders):
-        part.copy_(by_rank[holder, : part.numel()])
+def _by_holder(whole: Tensor, by_rank: Tensor, layout: Layout) -> list[tuple[Tensor, Tensor]]:
+    """The elements of `whole` that each process holds, beside their place in (processes, elements of a chunk)."""
+    parts = whole.reshape(-1).split(by_rank.shape[1]) if whole.numel() else ()
+    return [(part, by_rank[holder, : part.numel()]) for part, holder in zip(parts, layout.holders)]
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -79,7 +89,7 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
 
     The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range.
     """
-    full = tuple(tuple(g.shape) for g in grads)
+    full = shapes_of(grads)
     sizes, even = counts(full, layout), is_even(full, layout)
     flat = grads[0].new_empty(layout.size, sum(sizes), dtype=layout.reduce or grads[0].dtype)
     rows = [g.reshape(layout.size, n) if even else _rows_by_rank(g, n, layout) for g, n in zip(grads, sizes)]
@@ -89,9 +99,9 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
 
 def _rows_by_rank(grad: Tensor, size: int, layout: Layout) -> Tensor:
     """(processes, `size` elements of a chunk): row r holds what belongs to position r of the group."""
-    rows, parts = grad.new_zeros(layout.size, size), grad.reshape(-1).split(size) if size else ()
-    for part, holder in zip(parts, layout.holders):
-        rows[holder, : part.numel()] = part
+    rows = grad.new_zeros(layout.size, size)
+    for part, place in _by_holder(grad, rows, layout):
+        place.copy_(part)
     return rows
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
+from autoshard.ops import wire
 from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
@@ -81,12 +82,12 @@ def _gather(gm: GraphModule, members: list[Node]) -> Node:
     """One unshard_bucket where the first of its members stood; their inputs are graph inputs."""
     at = graphs.positions(gm.graph)
     first = min(members, key=at.__getitem__)
-    shapes = [list(m.args[1]) for m in members]  # type: ignore[arg-type]
+    shapes, ndims = wire.flat_shapes([m.args[1] for m in members])  # type: ignore[misc]
     shards = [_as_early_as(m.args[0], first) for m in members]
     with gm.graph.inserting_before(first):
         bucket = gm.graph.call_function(
             graphs.UNSHARD_BUCKET,
-            (shards, _names(members, 3), sum(shapes, []), [len(s) for s in shapes], first.args[2]),
+            (shards, _names(members, 3), shapes, ndims, first.args[2]),
         )
     _hand_out(gm, bucket, members)
     return bucket
@@ -110,7 +111,7 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
     at = graphs.positions(gm.graph)
     last = max([*members, *([after] if after else [])], key=at.__getitem__)
     dependent = graphs.dependents(gm, members)
-    shapes = [list(m.args[1]) for m in members]  # type: ignore[arg-type]
+    shapes, ndims = wire.flat_shapes([m.args[1] for m in members])  # type: ignore[misc]
     grads = [m.args[0] for m in members]
     with gm.graph.inserting_after(last):
         bucket = gm.graph.call_function(
@@ -118,8 +119,8 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
             (
                 grads,
                 _names(members, 4),
-                sum(shapes, []),
-                [len(s) for s in shapes],
+                shapes,
+                ndims,
                 members[0].args[2],
                 members[0].args[3],
             ),
