@@ -190,10 +190,11 @@ def _training(
 def _collectives(device: torch.device, size: int, group: str) -> Iterable[Row]:
     """Each collective over sizes of the whole tensor, in bytes."""
     for n in (2**10, 2**14, 2**17, 2**20, 2**22):
-        whole, rows = torch.zeros(n * size, device=device), torch.zeros(n, device=device)
+        whole, rows, each = torch.zeros(n * size, device=device), torch.zeros(n, device=device), [n] * size
         calls: dict[str, Callable[[], Tensor]] = {
             "all_gather": lambda rows=rows: _functional.all_gather_into_tensor(rows, size, group),  # type: ignore[misc]
             "reduce_scatter": lambda whole=whole: _functional.reduce_scatter_tensor(whole, "sum", size, group),  # type: ignore[misc]
+            "all_to_all": lambda whole=whole, each=each: _functional.all_to_all_single(whole, each, each, group),  # type: ignore[misc]
             "all_reduce": lambda whole=whole: _functional.all_reduce(whole, "sum", group),  # type: ignore[misc]
         }
         for name, call in calls.items():

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import PlanError
 
 FORMAT = 1
+REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -62,6 +63,8 @@ class ParameterGroup:
     parameters: names in the order of first use.
     ranks: positions on the shard axis that hold the rows; () stands for all (a pipeline stage holds some).
     last_use: orders the groups by when forward is done with them.
+    reduction: how each process comes to its rows of the sum: by the transport's reduce-scatter, or by an all-to-all of the
+        rows, which it then sums itself.
     """
 
     name: str
@@ -69,6 +72,13 @@ class ParameterGroup:
     degrees: Degrees
     ranks: tuple[int, ...] = ()
     last_use: int = 0
+    reduction: str = "reduce_scatter"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise PlanError(
+                f"plan: group {self.name!r}: reduction: {self.reduction!r} is not legal; legal: {', '.join(REDUCTIONS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -256,6 +266,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
                 Degrees(**g["degrees"]),
                 tuple(g.get("ranks", ())),
                 g.get("last_use", 0),
+                g.get("reduction", "reduce_scatter"),
             )
             for g in data["groups"]
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,22 @@ def test_collectives_on_two_hosts_take_what_was_measured() -> None:
     measured = {"all_gather": 37, "reduce_scatter": 72, "all_reduce": 70}
     for name, taken in measured.items():
         assert collectives.seconds(name, 2**23, Group(2, 2), DEVICES["cpu"]) * 1e3 == pytest.approx(taken, rel=0.1)
-    assert collectives.direct("reduce_scatter", 2**23, Group(2, 2), DEVICES["cpu"]) * 1e3 == pytest.approx(34, rel=0.1)
+    assert collectives.seconds("all_to_all", 2**23, Group(2, 2), DEVICES["cpu"]) * 1e3 == pytest.approx(34, rel=0.1)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "all_to_all"), ("h100", "reduce_scatter")])
+def test_rows_are_summed_where_that_is_faster(device: str, chosen: str) -> None:
+    plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(2, 1, DEVICES[device]))
+    assert {g.reduction for g in plan.groups} == {chosen}
+    assert chosen in {t.collective for t in plan.predicted.traffic}
+    whole = first_look(nn.Linear(512, 512), Config(zero=0), Cluster(2, 1, DEVICES[device]))
+    assert {t.collective for t in whole.predicted.traffic} == {"all_reduce"}
+
+
+def test_a_measured_table_comes_before_the_model() -> None:
+    slow = replace(DEVICES["cpu"], tables={"all_to_all@2": ((1024.0, 1.0), (2.0**30, 2.0))})
+    plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(1, 2, slow))
+    assert {g.reduction for g in plan.groups} == {"reduce_scatter"}
 
 
 @given(st.sampled_from(sorted(collectives.ALGORITHMS)), st.integers(0, 7), st.integers(1, 8), st.integers(0, 2**34))

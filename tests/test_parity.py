@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import autoshard
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure
@@ -42,6 +46,15 @@ def test_three_processes(three: Cluster, name: str, zero: int) -> None:
 def test_inductor(two: Cluster, name: str, zero: int) -> None:
     """A model a stage; at stage 3 always the deep one of test_blocks."""
     for distance in two.run(measure, name, _config(zero, "inductor")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+def test_rows_by_the_transport_s_reduce_scatter(two: Cluster, codegen: str) -> None:
+    """What is chosen where the transport has one of its own; on gloo all other tests take an all-to-all."""
+    cpu = DEVICES["cpu"]
+    scatters = replace(cpu, inside=replace(cpu.inside, scatters=True))
+    for distance in two.run(measure, "odd", config(2, codegen=codegen, cluster=Machines(1, 2, scatters))):
         assert distance.worst <= TOLERANCE, distance
 
 

@@ -116,7 +116,7 @@ def collectives(gm: GraphModule) -> list[str]:
     """"gather 1024", "reduce 2048", ... with the elements that one process sends into it."""
     found = []
     for node in gm.graph.nodes:
-        match = re.match(r"_c10d_functional\.(all_gather|reduce_scatter|all_reduce|broadcast)", str(node.target))
+        match = re.match(r"_c10d_functional\.(all_gather|reduce_scatter|all_to_all|all_reduce|broadcast)", str(node.target))
         if match:
             found.append(f"{match[1]} {node.args[0].meta['val'].numel()}")
     return found

@@ -6,13 +6,13 @@ processes.
 ring          every part passes all others: (n-1)/n of b through each process, an all-reduce twice that. A part's way has k-1
               hops between nodes, and the others inside of them.
 tree          an all-reduce to a root and back: all of b twice, in log2(k) hops between nodes and chains inside of them.
-direct        every process sends each other one its part at once: one hop.
+direct        every process sends each other one its part at once, an all-to-all: one hop.
 hierarchical  between the processes that have the same place on their nodes, and inside of the nodes; first where parts are
               small.
 
 NCCL makes as many rings as a node has links to the network, so m processes have m times a process's bandwidth to other nodes; it
-takes the faster of ring and tree. gloo has one ring, and carries out a reduce-scatter as an all-reduce. Neither is direct or
-hierarchical by itself: these are what can be written with several collectives.
+takes the faster of ring and tree. gloo has one ring, and carries out a reduce-scatter as an all-reduce. Only all-to-alls are
+direct by themselves, and nothing hierarchical: the others are what can be written with several collectives.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoshard.cost_model.hardware import Device
+from autoshard.cost_model.kernels import look_up
 
 _TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
 
@@ -45,9 +46,15 @@ def bytes_sent(collective: str, payload: int, group: Group, device: Device) -> i
 
 
 def seconds(collective: str, payload: int, group: Group, device: Device) -> float:
-    """Seconds of one collective by the fastest algorithm that the device's transport has for it."""
+    """Seconds of one collective: by the device's table for groups of this size on one node, or else by the fastest algorithm
+    that its transport has for it."""
     if group.size == 1:
         return 0.0
+    table = device.tables.get(f"{collective}@{group.size}")
+    if table is not None and group.nodes == 1:
+        return float(look_up(table, payload))
+    if collective == "all_to_all":
+        return direct(collective, payload, group, device)
     algorithms = (ring, tree) if collective == "all_reduce" and device.inside.scatters else (ring,)
     return min(algorithm(collective, payload, group, device) for algorithm in algorithms)
 

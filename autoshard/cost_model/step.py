@@ -21,7 +21,7 @@ class GroupCost:
     """What the model needs to know of a group of parameters.
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
-    at rest, gathered, reduced. Degrees as in the plan. replicas: processes that hold the same rows.
+    at rest, gathered, reduced. Degrees and reduction as in the plan. replicas: processes that hold the same rows.
     """
 
     elements: int
@@ -33,6 +33,12 @@ class GroupCost:
     gradient_degree: int
     optimizer_degree: int
     replicas: int
+    reduction: str = "reduce_scatter"
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What is reduced, whole."""
+        return self.trained * self.reduce_itemsize
 
 
 def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]:
@@ -57,7 +63,7 @@ def _gathered(groups: tuple[GroupCost, ...]) -> int:
 
 def _buckets(groups: tuple[GroupCost, ...]) -> int:
     """The whole gradients of the group in reduction, and the flat copy that travels."""
-    sizes = [2 * g.trained * g.reduce_itemsize for g in groups if g.optimizer_degree * g.replicas > 1]
+    sizes = [2 * g.reduced_bytes for g in groups if g.optimizer_degree * g.replicas > 1]
     return max(sizes, default=0)
 
 
@@ -83,8 +89,7 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
             yield "all_gather", "backward", payload, sharing
     if not g.trained:
         return
-    payload = g.trained * g.reduce_itemsize
     if g.optimizer_degree > 1:
-        yield "reduce_scatter", "backward", payload, sharing
+        yield g.reduction, "backward", g.reduced_bytes, sharing
     if g.replicas > 1:
-        yield "all_reduce", "backward", payload // g.optimizer_degree, replicas
+        yield "all_reduce", "backward", g.reduced_bytes // g.optimizer_degree, replicas

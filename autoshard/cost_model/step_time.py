@@ -10,13 +10,18 @@ from typing import Any
 from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
-from autoshard.cost_model.kernels import look_up, seconds
+from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.timeline import Timeline
 from autoshard.cost_model.work import Work, work_of
 
-_NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "all_reduce",  # at most
+}
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,13 @@ def _optimizer(moved: Sequence[int], cluster: Cluster) -> float:
 
 
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
-    """By the device's table for groups of this size on one node, or else by what its transport does."""
+    """Of the group that a collective's last argument names, and what it is given."""
     packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
     name = _NAMES.get(packet, packet)
     arguments: tuple[Any, ...] = operation.node.args
     group = groups.get(str(arguments[-1]), Group(1))
     value = arguments[0].meta["val"]
     payload = value.numel() * value.element_size() * (group.size if name == "all_gather" else 1)
-    table = cluster.device.tables.get(f"{name}@{group.size}")
-    if table is not None and group.nodes == 1:
-        return float(look_up(table, payload))
-    return collectives.seconds("all_reduce" if name == "broadcast" else name, payload, group, cluster.device)
+    return collectives.seconds(name, payload, group, cluster.device)
 
 

@@ -40,7 +40,7 @@ _REDUCTIONS = _names("""
     sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit_functional native_group_norm
-    native_group_norm_backward
+    native_group_norm_backward sum_rows
 """)
 _RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""

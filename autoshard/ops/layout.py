@@ -28,7 +28,8 @@ class Layout:
     replicas: the process group over which the sharded gradient is still to be summed; "" if none.
     mean_over: how many processes' batches the gradient is the mean of.
     compute: dtype of the gathered copy; None leaves the parameter's own.
-    reduce: dtype in which gradients are summed; None leaves the gradient's own.
+    reduce: dtype in which gradients travel to be summed; None leaves the gradient's own.
+    reduction: as in `ParameterGroup`.
     """
 
     group: str
@@ -38,6 +39,7 @@ class Layout:
     mean_over: int
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    reduction: str = "reduce_scatter"
 
     @property
     def sharded(self) -> bool:
@@ -66,6 +68,7 @@ class Layout:
             "mean": self.mean_over,
             "compute": name_of_dtype(self.compute) if self.compute else "",
             "reduce": name_of_dtype(self.reduce) if self.reduce else "",
+            "reduction": self.reduction if self.reduction != "reduce_scatter" else "",
         }
         return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
 
@@ -83,6 +86,7 @@ class Layout:
             mean_over=int(fields["mean"]),
             compute=dtype_or_own(fields.get("compute", "")),
             reduce=dtype_or_own(fields.get("reduce", "")),
+            reduction=fields.get("reduction", "reduce_scatter"),
         )
 
 
@@ -99,4 +103,5 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         mean_over=plan.world,
         compute=dtype_or_own(plan.compute),
         reduce=dtype_or_own(plan.reduce),
+        reduction=group.reduction if sharded else "reduce_scatter",
     )

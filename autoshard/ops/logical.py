@@ -46,13 +46,20 @@ def _define_reduce_bucket(
     spec = Layout.parse(layout)
     flat = packing.pack_grads(grads, spec)
     if spec.sharded:
-        flat = _c10d.wait_tensor(
-            _c10d.reduce_scatter_tensor(flat, "sum", spec.size, spec.group)
-        )
+        flat = _scatter_sum(flat, flat.dtype if spec.replicas else dtype, spec)
     if spec.replicas:
         flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", spec.replicas))
     shards = wire.split_shapes(shapes, ndims)
     return wire.unpack_shards(flat, shards, wire.shapes_of(grads), dtype, spec)
+
+
+def _scatter_sum(flat: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """This process's row of the sum over the group."""
+    if layout.reduction == "reduce_scatter":
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", layout.size, layout.group))
+    each = [flat.numel() // layout.size] * layout.size
+    rows = _c10d.wait_tensor(_c10d.all_to_all_single(flat, each, each, layout.group))
+    return packing.sum_rows(rows, layout.size, dtype)
 
 
 def _define_unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:

@@ -38,6 +38,11 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
 
 
+def sum_rows(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """See `wire.sum_rows`."""
+    return torch.ops.autoshard.sum_rows(rows, size, dtype)  # type: ignore[no-any-return]
+
+
 def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> Tensor:
     """`wire.pack_shards` of full shapes one after the other, `ndims` of each."""
     return wire.pack_shards(shards, wire.split_shapes(shapes, ndims), Layout.parse(layout))
@@ -69,6 +74,10 @@ def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> Tensor:
     return grads[0].new_empty(spec.size * elements, dtype=spec.reduce or grads[0].dtype)
 
 
+def _fake_sum_rows(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(rows.numel() // size, dtype=dtype)
+
+
 def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Not by `custom_op`, whose layers (autograd, checks) take longer at each call than the copies of a small block."""
     torch.library.define(f"autoshard::{name}", schema, tags=(torch.Tag.flexible_layout,))
@@ -80,10 +89,12 @@ _SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
 _register("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor", run_pack_shards, _fake_pack_shards)
 _register("unpack_full", f"(Tensor gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full)
 _register("pack_grads", "(Tensor[] grads, str layout) -> Tensor", run_pack_grads, _fake_pack_grads)
+_register("sum_rows", "(Tensor rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows)
 
 # Graphs that are run op by op call these instead, see `block.DIRECT`.
 DIRECT: dict[Any, Callable[..., Any]] = {
     torch.ops.autoshard.pack_shards.default: run_pack_shards,
     torch.ops.autoshard.unpack_full.default: run_unpack_full,
     torch.ops.autoshard.pack_grads.default: run_pack_grads,
+    torch.ops.autoshard.sum_rows.default: wire.sum_rows,
 }

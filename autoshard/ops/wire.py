@@ -105,6 +105,11 @@ def _rows_by_rank(grad: Tensor, size: int, layout: Layout) -> Tensor:
     return rows
 
 
+def sum_rows(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The sum of what an all-to-all brought from `size` processes, in `dtype` from the first addition on."""
+    return rows.view(size, rows.numel() // size).sum(0, dtype=dtype)
+
+
 def unpack_shards(
     flat: Tensor,
     shards: Sequence[Shape],

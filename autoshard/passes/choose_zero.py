@@ -1,6 +1,7 @@
 """Decision: the ZeRO stage, and whether to compute again rather than to save. The stages are looked at in the order of
 their time on the wire, until one fits into the memory budget as it is; of those before, each that recomputation makes fit
-stands against it, and the fastest is taken."""
+stands against it, and of those after, where its step waits for the wire, each that is not much longer on it. The fastest is
+taken."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.passes.choose_reduction import choose_reduction
 from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
 
+WAITING = 0.02  # share of a step; below it no other stage can gain more
+LONGER = 1.25  # times as long on the wire: an all-reduce's two halves can hide in different places, if they add few messages
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
@@ -80,21 +84,34 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
 
 
 def _choose(plans: list[Plan], config: Config, where: Circumstances, forecast: Forecast, fit: Fit | None) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is."""
+    """Asks for forecasts in the order of preference, until one fits as it is and no other may be faster."""
     fitting: list[int] = []
+    first: Plan | None = None  # that fits as it is
     order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
     for stage in order:
+        if first is not None and not _may_be_faster(plans[stage], first):
+            continue
         plans[stage] = forecast(plans[stage])
-        if where.budget is None or plans[stage].predicted.peak_bytes <= where.budget:
-            fitting.append(stage)
-            break
-        plans[stage] = _fitted(plans[stage], where.budget, fit)
-        if plans[stage].predicted.peak_bytes <= where.budget:
+        if first is None and _fits(plans[stage], where.budget):
+            first = plans[stage]
+        elif first is None and where.budget is not None:
+            plans[stage] = _fitted(plans[stage], where.budget, fit)
+        if _fits(plans[stage], where.budget):
             fitting.append(stage)
     if not fitting:
         _check_budget(plans, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     return _because(plans[chosen], *(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
+
+
+def _fits(plan: Plan, budget: int | None) -> bool:
+    return budget is None or plan.predicted.peak_bytes <= budget
+
+
+def _may_be_faster(plan: Plan, than: Plan) -> bool:
+    """Before its forecast, by what is known of the other one's."""
+    waits = than.predicted.seconds.get("waiting", 0.0) > WAITING * (than.predicted.step_seconds or 0.0)
+    return waits and plan.predicted.communication_seconds <= LONGER * than.predicted.communication_seconds
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
@@ -117,6 +134,7 @@ def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
     memory = bytes_text(predicted.peak_bytes) + (" at most" if predicted.place else " and activations")
     memory += " with recomputation" if plan.recompute else ""
     text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
+    text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""
     if stage == chosen:
         return text + " (chosen: the least time among those that fit)"
     if budget is not None and predicted.peak_bytes > budget:
@@ -189,7 +207,15 @@ def _at_stage(
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
-    return predict(plan, inventory, where.states(config), where.cluster)
+    return predict(_with_reductions(plan, inventory, where.cluster), inventory, where.states(config), where.cluster)
+
+
+def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    chosen = [choose_reduction(cost, cluster) for cost in _costs(plan, inventory)]
+    plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
+    if "all_to_all" not in chosen:
+        return plan
+    return _because(plan, "gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
@@ -207,11 +233,15 @@ def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], .
 
 def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> Plan:
     """The plan with what the cost model says of it."""
-    infos = {p.name: p for p in inventory.parameters}
-    costs = [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
+    costs = _costs(plan, inventory)
     traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster))
     prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
     return replace(plan, predicted=prediction)
+
+
+def _costs(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
+    infos = {p.name: p for p in inventory.parameters}
+    return [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
 
 
 def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
@@ -228,6 +258,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         gradient_degree=group.degrees.gradient,
         optimizer_degree=group.degrees.optimizer,
         replicas=plan.world // group.degrees.optimizer,
+        reduction=group.reduction,
     )
 
 

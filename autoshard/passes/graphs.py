@@ -28,7 +28,9 @@ LOGICAL = frozenset(logical.DEFINITIONS)
 
 _c10d = torch.ops._c10d_functional
 GATHER = _c10d.all_gather_into_tensor.default
-REDUCTIONS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default})
+REDUCTIONS = frozenset(
+    {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, _c10d.all_reduce.default}
+)
 
 
 def is_call(node: Node, *targets: Any) -> bool:

@@ -1,0 +1,17 @@
+"""Decision: which collective brings each process its rows of a group's summed gradients. A reduce-scatter, or where the
+transport carries that out as an all-reduce, as gloo does, an all-to-all of the rows, which each process then sums itself."""
+
+from __future__ import annotations
+
+from autoshard.cost_model import collectives
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.step import GroupCost
+from autoshard.plan import REDUCTIONS
+
+
+def choose_reduction(cost: GroupCost, cluster: Cluster) -> str:
+    """The faster one for the gradients of a group of parameters."""
+    over = cluster.group(cost.optimizer_degree)
+    if over.size == 1 or cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
+        return REDUCTIONS[0]
+    return min(REDUCTIONS, key=lambda name: collectives.seconds(name, cost.reduced_bytes, over, cluster.device))
