@@ -162,9 +162,11 @@ class Compilation:
         return [self.wholes[i].value if i in self.wholes else x for i, x in enumerate(inputs)]
 
     def _rows(self, graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Inputs as a graph takes them that AOTAutograd gave."""
-        places = map(torch_internals.input_position, graph.graph.find_nodes(op="placeholder"))
-        return [self.wholes[i].rows if i in self.wholes else x for i, x in zip(places, inputs)]
+        """Inputs as a graph takes them that AOTAutograd gave. Rows that are gathered again are saved as they lie."""
+        position = torch_internals.input_position
+        found = {n: self.wholes.get(position(n)) for n in graph.graph.find_nodes(op="placeholder")}  # type: ignore[arg-type]
+        torch_internals.leave_as_they_lie(graph.graph, {n for n, whole in found.items() if whole and whole.sharded})
+        return [whole.rows if whole else x for whole, x in zip(found.values(), inputs)]
 
     def _eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(phase: Phase) -> Callable[..., Any]:
@@ -193,7 +195,9 @@ class Compilation:
                 phase = "backward"
             with self.phases.phase(phase, _size(graph)):
                 graph = self.split(graph, phase)
-                compiled = torch_internals.inner_inductor(graph, self._rows(graph, graph_inputs), **kwargs)
+                if phase != "backward":  # which is given what forward saves, as that lies there
+                    graph_inputs = self._rows(graph, graph_inputs)
+                compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
             return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
 
         identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec}"

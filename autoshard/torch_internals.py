@@ -63,6 +63,7 @@ __all__ = [
     "input_position",
     "is_view",
     "job_store",
+    "leave_as_they_lie",
     "leave_open",
     "like_rows",
     "original_of",
@@ -363,6 +364,15 @@ def inductor_alone(gm: torch.fx.GraphModule, **kwargs: Any) -> Callable[[list[An
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
     examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     return inner_inductor(gm, examples, **kwargs)  # type: ignore[no-any-return]
+
+
+def leave_as_they_lie(graph: torch.fx.Graph, inputs: set[torch.fx.Node]) -> None:
+    """Where these inputs are among the results, Inductor gives them as they are, and not a copy laid out for a convolution
+    (channels last) that they lead to. Seen: 2.11, 2.13."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    given = [i for i, node in enumerate(results) if node in inputs]
+    output.meta["user_visible_output_idxs"] = [*output.meta.get("user_visible_output_idxs", ()), *given]
 
 
 def boxed(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:

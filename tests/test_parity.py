@@ -42,7 +42,7 @@ def test_three_processes(three: Cluster, name: str, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize(("zero", "name"), [*((zero, "attention") for zero in (0, 1, 2)), in_full(2, "odd"), in_full(3, "odd")])
+@pytest.mark.parametrize(("zero", "name"), [(0, "conv"), (1, "attention"), (2, "attention"), in_full(2, "odd"), in_full(3, "odd")])
 def test_inductor(two: Cluster, name: str, zero: int) -> None:
     """A model a stage; at stage 3 always the deep one of test_blocks."""
     for distance in two.run(measure, name, _config(zero, "inductor")):

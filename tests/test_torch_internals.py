@@ -15,6 +15,7 @@ from torch import nn
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard import torch_internals
 from tests.cluster import Cluster as Processes
@@ -109,6 +110,21 @@ def test_gradient_places_name_the_inputs() -> None:
     x, y, z = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2, requires_grad=True)
     torch.compile(lambda x, y, z: x * y + z, backend=backend)(x, y, z)
     assert seen == [{0: 1, 2: 3}]  # behind the result, one for each input
+
+
+def test_an_input_among_the_results_is_left_as_it_lies() -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.conv2d(x, w.relu()), w
+
+    def strides(left: bool) -> tuple[int, ...]:
+        given = [torch.randn(32, 16, 3, 3), torch.randn(4, 16, 8, 8)]
+        gm = make_fx(step, tracing_mode="fake")(*given)
+        examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        if left:
+            torch_internals.leave_as_they_lie(gm.graph, {gm.graph.find_nodes(op="placeholder")[0]})
+        return torch_internals.inner_inductor(gm, examples)(given)[1].stride()  # type: ignore[no-any-return]
+
+    assert strides(left=True) == (144, 9, 3, 1) and strides(left=False) == (144, 1, 48, 16)
 
 
 def test_inductor_takes_our_partitioner_and_inner_step() -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.torch_internals import Tracing, gradient_places, input_position
@@ -56,6 +57,11 @@ class Whole:
     rows: torch.Tensor
     value: torch.Tensor
     arguments: tuple[Any, ...]
+
+    @property
+    def sharded(self) -> bool:
+        """False if every process has all rows."""
+        return Layout.parse(self.arguments[1]).sharded
 
     def reduction(self) -> tuple[Any, ...]:
         """What `reduce_grad` takes besides the gradient."""
