@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from autoshard.ops.layout import Layout
 from autoshard.passes.inline_regions import inline_regions
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.regions import make_regions
 from autoshard.runtime.shard import show_as_sharded
 from autoshard.torch_internals import FakeTensorMode, ThroughDynamo, TorchDynamoException, Tracing
 
@@ -35,7 +36,7 @@ class Capture:
     """A model's first graph, of fake tensors.
 
     parameters, buffers: the names of graph inputs that are these, by position. tracing: where more can be traced of it.
-    open: the sizes that the graph leaves open.
+    open: the sizes that the graph leaves open. regions: whether blocks that repeat were traced once.
     """
 
     inventory: Inventory
@@ -45,6 +46,7 @@ class Capture:
     buffers: dict[int, str]
     tracing: Tracing
     open: Open = field(default_factory=Open)
+    regions: bool = False
 
 
 REPEATED = OutlineBlocks.least
@@ -122,30 +124,16 @@ def _with_regions(
 ) -> Capture | None:
     """The graph, blocks that repeat traced once; None where that is not to be had (a block that writes to something, a
     graph break), which a trace without regions tells better."""
-    blocks = [m for m in shadow.modules() if isinstance(m, nn.ModuleList) and len(m) >= REPEATED]
-    marked = _mark([block for several in blocks for block in several])
-    if not marked:
+    regions = make_regions(shadow, REPEATED)
+    if regions is None:
         return None
     try:
-        return _trace(shadow, args, kwargs, opened, whole=True)
+        found = _trace(shadow, args, kwargs, opened, whole=True)
+        return found and replace(found, regions=True)
     except TorchDynamoException:
         return None
     finally:
-        for block, cls in marked.items():
-            block.__class__ = cls
-
-
-def _mark(blocks: Sequence[nn.Module]) -> dict[nn.Module, type[nn.Module]]:
-    """Gives blocks a class whose forward is a region; their own classes."""
-    classes = {}
-    for cls in {type(b): None for b in blocks}:
-        forward = torch_internals.traced_once(cls.forward)
-        if forward is not None:
-            classes[cls] = type(cls.__name__, (cls,), {"forward": forward})
-    marked = {b: type(b) for b in blocks if type(b) in classes}
-    for block, cls in marked.items():
-        block.__class__ = classes[cls]
-    return marked
+        regions.on = False
 
 
 def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) -> Capture:

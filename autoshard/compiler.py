@@ -146,6 +146,8 @@ class Backend:
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
         with self._phases.phase("compile", "in all so far"):
             run = compilation.compile(gm, inputs)
+        if state and state.regions:
+            state.regions.on = False  # see [Note: Regions]
         return state.noting_parameters(run, tuple(context.parameters)) if state else run
 
     def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:

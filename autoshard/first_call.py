@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import torch_internals
-from autoshard.capture import capture_call
+from autoshard.capture import REPEATED, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, measured_here
@@ -37,6 +37,7 @@ from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.presence import Patience
+from autoshard.runtime.regions import make_regions
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.state import ModelState, make_unusable
 from autoshard.skipped import refuse_recurrent
@@ -81,6 +82,7 @@ class FirstCall:
         state = ModelState(self.model, plan, self.world)
         if not plan.leaves_alone:
             self._shard(state)
+            state.regions = make_regions(self.model, REPEATED) if plan.regions else None
         state.attach()
         return state
 

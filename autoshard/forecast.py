@@ -62,7 +62,7 @@ class Forecaster:
             seconds_error=accuracy.time_error(self.cluster.device.name, self.inductor),
             reserved=None if self.cluster.device.name == "cpu" else allocator.reserved(program),
         )
-        return replace(plan, predicted=found)
+        return replace(plan, predicted=found, regions=self.captured.regions)
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed."""

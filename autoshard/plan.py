@@ -137,6 +137,7 @@ class Plan:
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
+    regions: blocks that repeat can be traced once for all of them.
     covered: share of the model's elements that the captured graph held. why: the decisions, in words.
     """
 
@@ -147,6 +148,7 @@ class Plan:
     reduce: str = ""
     buffers: str = "broadcast"
     recompute: tuple[tuple[str, str], ...] = ()
+    regions: bool = False
     covered: float = 1.0
     predicted: Prediction = field(default_factory=Prediction, compare=False)
     why: tuple[str, ...] = field(default=(), compare=False)
@@ -274,6 +276,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         reduce=data.get("reduce", ""),
         buffers=data.get("buffers", "broadcast"),
         recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),
+        regions=data.get("regions", False),
         covered=data.get("covered", 1.0),
         predicted=Prediction(
             predicted.get("memory", {}),

@@ -72,7 +72,7 @@ def _property(name: str, layout: str, accumulation: Accumulation) -> property:
             return _as_traced(module, name, layout, accumulation)
         return module._parameters[name]
 
-    return property(_with_own_code(get))
+    return property(with_own_code(get))
 
 
 def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) -> Callable[..., Any]:
@@ -92,10 +92,11 @@ def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) 
             args, kwargs = tree_map(cast, (args, kwargs))
         return inner(self, *args, **kwargs)
 
-    return _with_own_code(forward)
+    return with_own_code(forward)
 
 
-def _with_own_code(function: Any) -> Any:
+def with_own_code(function: Any) -> Any:
+    """The function; what Dynamo keeps of its code is of no other's."""
     function.__code__ = function.__code__.replace()
     return function
 

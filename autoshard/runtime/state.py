@@ -28,6 +28,7 @@ from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
 from autoshard.runtime.processes import World
+from autoshard.runtime.regions import Regions
 from autoshard.runtime.shard import full_value, places_of
 
 ATTRIBUTE = "_autoshard_state"
@@ -38,7 +39,7 @@ class ModelState:
     """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
     compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
-    blocks). reporter: makes the report of this.
+    blocks). regions: its blocks that repeat, where a trace can go through them once. reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class ModelState:
     lockstep: Lockstep | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
+    regions: Regions | None = None
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:

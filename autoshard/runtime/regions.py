@@ -1,0 +1,82 @@
+"""Blocks that repeat as regions: of those that are alike Dynamo traces one, and its graph stands for the others.
+
+[Note: Regions] `nested_compile_region` (torch 2.13) checks of each further block what the first one's trace took for granted,
+and traces it too where that does not hold. What a block may not do in a region (break the graph, change what lies outside of
+it) can fail a whole compilation, so a job has regions only in its first trace on shards, and only where a capture of the
+same call had them. A class whose forward asks at each trace, unguarded, lets go of them without a recompilation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autoshard import torch_internals
+from autoshard.runtime.parameters import with_own_code
+
+
+@dataclass(eq=False)
+class Regions:
+    """on: whether traces to come find the blocks of a model as regions."""
+
+    on: bool = True
+
+
+def make_regions(model: nn.Module, least: int) -> Regions | None:
+    """Makes regions of the members of every list of at least so many modules; None where there is none, or Dynamo would
+    trace each all the same."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) >= least]
+    blocks = dict.fromkeys(block for several in lists for block in several)
+    regions = Regions()
+    classes = {cls: _region_class(cls, regions) for cls in dict.fromkeys(map(type, blocks))}
+    if not all(classes.values()):
+        return None
+    for block in blocks:
+        block.__class__ = classes[type(block)]  # type: ignore[assignment]
+    return regions if blocks else None
+
+
+def _region_class(cls: Any, regions: Regions) -> type[nn.Module] | None:
+    region = torch_internals.traced_once(cls.forward)
+    if region is None:
+        return None
+    return type(
+        cls.__name__,
+        (cls,),
+        {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__reduce_ex__": lambda block, protocol: _reduced(cls, block, protocol),
+            "forward": _forward(cls.forward, region, regions),
+        },
+    )
+
+
+def _forward(inner: Callable[..., Any], region: Callable[..., Any], regions: Regions) -> Callable[..., Any]:
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def wanted() -> bool:
+        return regions.on
+
+    @functools.wraps(inner)
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and wanted():
+            return region(block, *args, **kwargs)
+        return inner(block, *args, **kwargs)
+
+    return cast("Callable[..., Any]", with_own_code(forward))
+
+
+def _reduced(cls: type[nn.Module], block: nn.Module, protocol: Any) -> Any:
+    """What copies and pickles a block: as one of its own class."""
+    reduced: Any = cls.__reduce_ex__(block, protocol)
+    _, _, *rest = reduced
+    return _new, (cls,), *rest
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
