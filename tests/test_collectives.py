@@ -34,6 +34,12 @@ def test_rows_are_summed_where_that_is_faster(device: str, chosen: str) -> None:
     assert {t.collective for t in whole.predicted.traffic} == {"all_reduce"}
 
 
+def test_an_all_reduce_goes_before_its_two_halves() -> None:
+    """As long on the wire, in fewer messages."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    assert {g.degrees.stage for g in first_look(model, Config(), Cluster(2, 1, DEVICES["cpu"])).groups} == {0}
+
+
 def test_a_measured_table_comes_before_the_model() -> None:
     slow = replace(DEVICES["cpu"], tables={"all_to_all@2": ((1024.0, 1.0), (2.0**30, 2.0))})
     plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(1, 2, slow))

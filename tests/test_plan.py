@@ -80,19 +80,6 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
     assert max(g.degrees.stage for g in chosen.groups) == 3
 
 
-@pytest.mark.parametrize(("waiting", "asked", "chosen"), [(0.5, [0, 1, 2], 1), (0.001, [0], 0)])
-def test_a_step_that_waits_is_compared_with_stages_as_long_on_the_wire(waiting: float, asked: list[int], chosen: int) -> None:
-    seen: list[int] = []
-
-    def forecast(plan: Plan) -> Plan:
-        seen.append(max(g.degrees.stage for g in plan.groups))
-        seconds = {"compute": 1.0, "waiting": waiting if seen[-1] == 0 else waiting / 2}
-        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, seconds=seconds))
-
-    plan = make_plan(_blocks(), Config(), Circumstances(Cluster(2, 1, DEVICES["cpu"]), None), forecast)
-    assert seen == asked and max(g.degrees.stage for g in plan.groups) == chosen
-
-
 @given(st.integers(1, 64), st.integers(10_000, 100_000_000))
 def test_auto_never_exceeds_the_budget(world: int, budget: int) -> None:
     try:

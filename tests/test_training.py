@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import (
     Distance,
+    Trainer,
     batches_of,
+    clipped_step,
     measure,
     rank0_copy,
     see_gradients,
@@ -31,32 +34,32 @@ from tests.test_plan import _where
 # --- precision
 
 
-def train_in(precision: str | None, autocast: bool, zero: int) -> tuple[float, float, set[torch.dtype]]:
-    """(first loss, last loss, dtypes of the rows) of overfitting one batch"""
-    case = CASES["llama"]
+def train_in(precision: str | None, autocast: bool, zero: int) -> tuple[list[float], list[float], set[torch.dtype]]:
+    """(losses, those of the unsharded model in fp32, dtypes of the rows) of overfitting one batch a process"""
+    case, make = CASES["llama"], functools.partial(torch.optim.AdamW, lr=1e-2)
     torch.manual_seed(0)
     model = case.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    reference, optimizer = Trainer(rank0_copy(model), case, make), make(model.parameters())
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, precision=precision)))
-    batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
-    losses = []
+    batches = [case.batch(torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())]
+    losses, exact = [], []
     for _ in range(12):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = case.loss(compiled(**batch))
+            loss = case.loss(compiled(**batches[dist.get_rank()]))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        clipped_step(model, optimizer)
         losses.append(loss.item())
-    return losses[0], losses[-1], {p.dtype for p in model.parameters()}
+        exact.append(reference.backward(batches)[dist.get_rank()].item())
+        reference.step()
+    return losses, exact, {p.dtype for p in model.parameters()}
 
 
 @pytest.mark.parametrize(("precision", "autocast"), [("bf16", False), in_full(None, True)])
 @pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_bf16_trains_like_fp32(two: Cluster, precision: str | None, autocast: bool, zero: int) -> None:
-    exact = two.run(train_in, None, False, zero)
-    for (first, last, dtypes), (first32, last32, _) in zip(two.run(train_in, precision, autocast, zero), exact):
-        assert dtypes == {torch.float32}
-        assert first == pytest.approx(first32, rel=1e-2) and last == pytest.approx(last32, rel=0.1)
+    for losses, exact, dtypes in two.run(train_in, precision, autocast, zero):
+        assert dtypes == {torch.float32} and exact[-1] < 0.7 * exact[0]
+        assert losses[0] == pytest.approx(exact[0], rel=1e-2) and losses[-1] == pytest.approx(exact[-1], rel=0.1)
 
 
 # --- shapes and modes

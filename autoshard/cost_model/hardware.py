@@ -103,7 +103,8 @@ _PRESETS = (
     _gpu("rtx4090", 24, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, 1.008, 32, 12.5, "NVIDIA Ada whitepaper"),
     _gpu("mi300x", 192, {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4}, 5.3, 448, 50, "AMD Instinct MI300X data sheet"),
     Device(
-        "cpu", 0, {"fp32": 60e9, "bf16": 30e9}, 10e9, 5e-6, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False), "round figures"
+        "cpu", 0, {"fp32": 60e9, "bf16": 30e9}, 10e9, 5e-6, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False), "round figures",
+        message=300e-6,
     ),
 )
 DEVICES = {device.name: device for device in _PRESETS}

@@ -1,7 +1,6 @@
 """Decision: the ZeRO stage, and whether to compute again rather than to save. The stages are looked at in the order of
 their time on the wire, until one fits into the memory budget as it is; of those before, each that recomputation makes fit
-stands against it, and of those after, where its step waits for the wire, each that is not much longer on it. The fastest is
-taken."""
+stands against it, and the fastest is taken."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
 
-WAITING = 0.02  # share of a step; below it no other stage can gain more
-LONGER = 1.25  # times as long on the wire: an all-reduce's two halves can hide in different places, if they add few messages
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
@@ -84,34 +81,21 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
 
 
 def _choose(plans: list[Plan], config: Config, where: Circumstances, forecast: Forecast, fit: Fit | None) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is and no other may be faster."""
+    """Asks for forecasts in the order of preference, until one fits as it is."""
     fitting: list[int] = []
-    first: Plan | None = None  # that fits as it is
     order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
     for stage in order:
-        if first is not None and not _may_be_faster(plans[stage], first):
-            continue
         plans[stage] = forecast(plans[stage])
-        if first is None and _fits(plans[stage], where.budget):
-            first = plans[stage]
-        elif first is None and where.budget is not None:
-            plans[stage] = _fitted(plans[stage], where.budget, fit)
-        if _fits(plans[stage], where.budget):
+        if where.budget is None or plans[stage].predicted.peak_bytes <= where.budget:
+            fitting.append(stage)
+            break
+        plans[stage] = _fitted(plans[stage], where.budget, fit)
+        if plans[stage].predicted.peak_bytes <= where.budget:
             fitting.append(stage)
     if not fitting:
         _check_budget(plans, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     return _because(plans[chosen], *(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
-
-
-def _fits(plan: Plan, budget: int | None) -> bool:
-    return budget is None or plan.predicted.peak_bytes <= budget
-
-
-def _may_be_faster(plan: Plan, than: Plan) -> bool:
-    """Before its forecast, by what is known of the other one's."""
-    waits = than.predicted.seconds.get("waiting", 0.0) > WAITING * (than.predicted.step_seconds or 0.0)
-    return waits and plan.predicted.communication_seconds <= LONGER * than.predicted.communication_seconds
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
