@@ -9,7 +9,8 @@ TORCH ?= 2.13.0
 VENV  := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 BIN   := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
-export PIP_NO_COMPILE := 1  # modules are compiled when they are imported; most never are
+# Modules are compiled when they are imported; most never are.
+export PIP_NO_COMPILE := 1
 
 .PHONY: demo test test-all check bench bench-accuracy bench-recompute wheel clean
 
