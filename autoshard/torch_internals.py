@@ -421,7 +421,7 @@ def job_store(prefix: str) -> Any:
 
 
 def gloo_in_turn() -> str:
-    """The name of a backend that is gloo with one worker thread. Seen: 2.11, 2.13.
+    """The name of a backend that is gloo with one worker thread, for groups beside torch's own of gloo. Seen: 2.11, 2.13.
 
     [Note: gloo in turn] With more threads (torch's choice is two) gloo crashes now and then, or stands still, while
     several collectives of a group are on their way: `bench/gloo_race.py` shows it in plain torch. One thread carries
@@ -434,11 +434,13 @@ def gloo_in_turn() -> str:
 
 
 def _gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Collectives time out as those of torch's own group do, since a mesh takes no timeout."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch reads it
     options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-    options._threads, options._timeout = 1, timeout
+    everyone: Any = dist.group.WORLD
+    options._threads, options._timeout = 1, everyone._get_backend(torch.device("cpu")).options._timeout
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group
 

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoshard import torch_internals
 from tests.cluster import Cluster as Processes
 from tests.launch import launch
+from tests.small import compiled_pair, config, in_full
 
 
 def test_through_dynamo_leaves_a_backend_unwrapped() -> None:
@@ -348,6 +349,23 @@ def _many_at_once() -> str:
 def test_gloo_in_turn_bears_collectives_that_run_at_once(two: Processes) -> None:
     """On the interface that torch's own gloo would take; without one worker thread some ten thousand rounds crash."""
     assert two.run(_many_at_once) == ["gloo_in_turn"] * 2
+
+
+def _groups(mesh: dict[str, int] | None, folder: Path) -> tuple[set[str], set[float]]:
+    """The backends that a job's collectives go by, and their timeouts."""
+    _, _, compiled = compiled_pair(config(3, mesh=mesh, dump_dir=folder))
+    compiled(torch.ones(4, 8)).backward()
+    graphs = (folder / f"rank{dist.get_rank()}").glob("*_lower_*_after.py")
+    text = " ".join(graph.read_text() for graph in graphs)
+    groups = [g for g in dist.distributed_c10d._world.pg_map if f"'{g.group_name}')" in text]
+    backends: list[Any] = [g._get_backend(torch.device("cpu")) for g in groups]
+    return {dist.get_backend(g) for g in groups}, {b.options._timeout.total_seconds() for b in backends}
+
+
+@pytest.mark.parametrize("mesh", [None, in_full({"replicate": 2, "shard": 1})])
+def test_a_job_s_collectives_go_in_turn(two: Processes, tmp_path: Path, mesh: dict[str, int] | None) -> None:
+    usual = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    assert two.run(_groups, mesh, tmp_path) == [({"gloo_in_turn"}, {usual})] * 2
 
 
 @pytest.mark.skipif(torch_internals.traced_once(nn.Linear.forward) is None, reason="this torch traces every call")
