@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
@@ -162,11 +162,14 @@ class Compilation:
         return [self.wholes[i].value if i in self.wholes else x for i, x in enumerate(inputs)]
 
     def _rows(self, graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Inputs as a graph takes them that AOTAutograd gave. Rows that are gathered again are saved as they lie."""
-        position = torch_internals.input_position
-        found = {n: self.wholes.get(position(n)) for n in graph.graph.find_nodes(op="placeholder")}  # type: ignore[arg-type]
-        torch_internals.leave_as_they_lie(graph.graph, {n for n, whole in found.items() if whole and whole.sharded})
-        return [whole.rows if whole else x for whole, x in zip(found.values(), inputs)]
+        """Inputs as a graph takes them that AOTAutograd gave."""
+        found = self._wholes_of(graph)
+        return [found[n].rows if n in found else x for n, x in zip(graph.graph.find_nodes(op="placeholder"), inputs)]
+
+    def _wholes_of(self, graph: GraphModule) -> dict[Node, Whole]:
+        """The inputs of such a graph that are whole."""
+        places = {n: torch_internals.input_position(n) for n in graph.graph.find_nodes(op="placeholder")}
+        return {n: self.wholes[i] for n, i in places.items() if i in self.wholes}
 
     def _eager(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(phase: Phase) -> Callable[..., Any]:
@@ -197,6 +200,8 @@ class Compilation:
                 graph = self.split(graph, phase)
                 if phase != "backward":  # which is given what forward saves, as that lies there
                     graph_inputs = self._rows(graph, graph_inputs)
+                    gathered = {n for n, whole in self._wholes_of(graph).items() if whole.sharded}
+                    torch_internals.leave_as_they_lie(graph.graph, gathered)
                 compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
             return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
 

@@ -123,7 +123,13 @@ def measure(
     steps: int = STEPS,
 ) -> Distance:
     """How far the sharded training of a case is from the unsharded one after `steps` steps."""
-    case = (CASES | TUNED | DEEP)[name]
+    return measure_case((CASES | TUNED | DEEP)[name], config, make, steps)
+
+
+def measure_case(
+    case: Case, config: autoshard.Config, make: Callable[..., torch.optim.Optimizer] = adamw, steps: int = STEPS
+) -> Distance:
+    """The same of a case that has no name."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # other parameters on each process: rank 0's must win
     model = case.build()

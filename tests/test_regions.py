@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import autoshard
 from autoshard import torch_internals
 from autoshard.passes.inline_regions import REGION
 from autoshard.runtime.regions import make_regions
 from tests.cluster import Cluster
-from tests.parity import Distance, adamw, clipped_step, rank0_copy, see_gradients, see_state
-from tests.small import TOLERANCE
+from tests.models import Batch, Case
+from tests.parity import Distance, measure_case
+from tests.small import TOLERANCE, config
 
 needs_regions = pytest.mark.skipif(
     torch_internals.traced_once(nn.Linear.forward) is None, reason="Dynamo traces every call before torch 2.13"
@@ -83,31 +85,22 @@ def test_copies_of_a_region_are_of_the_block_s_own_class() -> None:
     assert type(copy.deepcopy(model).blocks[0]) is Block and type(pickle.loads(pickle.dumps(model)).blocks[0]) is Block
 
 
-def _train() -> tuple[Distance, list[int]]:
-    torch.manual_seed(dist.get_rank())
-    model, distance = Stack(), Distance()
-    reference, optimizer = rank0_copy(model), adamw(model.parameters())
-    other = adamw(reference.parameters())
-    config = autoshard.Config(codegen="eager", replicate_below=0, verbose=False, timeout=60)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config))
-    generator = torch.Generator().manual_seed(3)
-    for length in (5, 5, 9, 7):
-        batches = torch.randint(16, (dist.get_world_size(), 2, length), generator=generator)
-        loss = compiled(batches[dist.get_rank()])
-        loss.backward()
-        losses = [reference(batch) for batch in batches]
-        torch.stack(losses).mean().backward()
-        distance.see("loss", loss.detach(), losses[dist.get_rank()].detach())
-        see_gradients(distance, model, reference)
-        distance.see("norm", clipped_step(model, optimizer), clipped_step(reference, other))
-    see_state(distance, model, reference)
-    inlined = [p.changed.get(str(REGION), 0) for p in autoshard.report(compiled).passes if p.name == "inline_regions"]
-    return distance, inlined
+def _batch(generator: torch.Generator) -> Batch:
+    length = int(torch.randint(5, 10, (), generator=generator))
+    return {"tokens": torch.randint(16, (2, length), generator=generator)}
+
+
+def _train(folder: Path) -> tuple[Distance, list[int]]:
+    """How far it was from unsharded training, and by how many calls of regions each graph's passes changed it."""
+    case = Case(Stack, _batch, loss=lambda out: out)
+    distance = measure_case(case, config("auto", dump_dir=folder), steps=4)
+    records = map(json.loads, (folder / f"rank{dist.get_rank()}" / "passes.jsonl").read_text().splitlines())
+    return distance, [r["ops"].get(str(REGION), 0) for r in records if r["pass"] == "inline_regions"]
 
 
 @needs_regions
-def test_a_job_s_first_trace_on_shards_has_regions(two: Cluster) -> None:
+def test_a_job_s_first_trace_on_shards_has_regions(two: Cluster, tmp_path: Path) -> None:
     """Later ones, at other lengths, do not; all have the numbers of the unsharded model."""
-    for distance, inlined in two.run(_train):
+    for distance, inlined in two.run(_train, tmp_path):
         assert distance.worst <= TOLERANCE, distance
-        assert inlined[0] == -12 and not any(inlined[1:])
+        assert inlined[0] == -12 and inlined[1:] and not any(inlined[1:])

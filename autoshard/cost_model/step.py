@@ -33,7 +33,7 @@ class GroupCost:
     gradient_degree: int
     optimizer_degree: int
     replicas: int
-    reduction: str = "reduce_scatter"
+    reduction: str
 
     @property
     def reduced_bytes(self) -> int:

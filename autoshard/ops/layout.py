@@ -103,5 +103,5 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         mean_over=plan.world,
         compute=dtype_or_own(plan.compute),
         reduce=dtype_or_own(plan.reduce),
-        reduction=group.reduction if sharded else "reduce_scatter",
+        reduction=group.reduction,
     )

@@ -12,6 +12,6 @@ from autoshard.plan import REDUCTIONS
 def choose_reduction(cost: GroupCost, cluster: Cluster) -> str:
     """The faster one for the gradients of a group of parameters."""
     over = cluster.group(cost.optimizer_degree)
-    if over.size == 1 or cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
+    if cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
         return REDUCTIONS[0]
     return min(REDUCTIONS, key=lambda name: collectives.seconds(name, cost.reduced_bytes, over, cluster.device))

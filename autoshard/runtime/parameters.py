@@ -132,12 +132,16 @@ def _make_class(
     body: dict[str, Any] = {
         name: _property(name, layout, accumulation) for name, layout in layouts
     }
-    body["__module__"], body["__qualname__"] = cls.__module__, cls.__qualname__
     body["__reduce_ex__"] = _refuse_pickle
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other), accumulation)
     if callable(getattr(cls, "forward", None)):
         body["forward"] = _forward(cls, compute, accumulation)
-    return type(cls.__name__, (cls,), body)
+    return named_alike(cls, body)
+
+
+def named_alike(cls: type, body: dict[str, Any]) -> type:
+    """A subclass that goes by the name of `cls`."""
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
 
 
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:

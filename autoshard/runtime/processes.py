@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,24 +87,24 @@ def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMes
     assert dist.get_world_size() == math.prod(sizes), "check_plan_fits comes first"
     over_gloo = device_type == "cpu" and dist.get_backend() == "gloo"
     override = {name: torch_internals.gloo_in_turn() for name in names} if over_gloo else None
-    if over_gloo and _in_turn() is None:
-        _everyone[:] = [dist.group.WORLD, dist.new_group(backend=torch_internals.gloo_in_turn())]
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)  # type: ignore[arg-type]
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)  # type: ignore[arg-type]
+    if over_gloo and dist.group.WORLD not in _in_turn:
+        ours = mesh.get_group() if len(axes) == 1 else dist.new_group(backend=torch_internals.gloo_in_turn())
+        _in_turn[dist.group.WORLD] = ours.group_name
+    return mesh
 
 
-_everyone: list[Any] = []  # torch's group of all processes, and over gloo ours beside it
-
-
-def _in_turn() -> Any:
-    """Our group beside the one that there is now."""
-    return _everyone[1] if _everyone and _everyone[0] is dist.group.WORLD else None
+# The name of our own group of all processes, by torch's. Nothing here keeps a group: see [Note: Ending well].
+_in_turn: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def name_of_everyone() -> str:
     """The c10d name of the group of all processes; "" without one. Over gloo, once there is a mesh, not torch's own: see
     [Note: gloo in turn]."""
-    everyone = _in_turn() or (dist.group.WORLD if dist.is_initialized() else None)
-    return everyone.group_name if everyone is not None else ""
+    if not dist.is_initialized():
+        return ""
+    everyone: Any = dist.group.WORLD
+    return _in_turn.get(everyone, everyone.group_name)
 
 
 _ending = False

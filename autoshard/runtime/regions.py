@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard import torch_internals
-from autoshard.runtime.parameters import with_own_code
+from autoshard.runtime.parameters import named_alike, with_own_code
 
 
 @dataclass(eq=False)
@@ -45,16 +45,11 @@ def _region_class(cls: Any, regions: Regions) -> type[nn.Module] | None:
     region = torch_internals.traced_once(cls.forward)
     if region is None:
         return None
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__reduce_ex__": lambda block, protocol: _reduced(cls, block, protocol),
-            "forward": _forward(cls.forward, region, regions),
-        },
-    )
+    body = {
+        "__reduce_ex__": lambda block, protocol: _reduced(cls, block, protocol),
+        "forward": _forward(cls.forward, region, regions),
+    }
+    return named_alike(cls, body)
 
 
 def _forward(inner: Callable[..., Any], region: Callable[..., Any], regions: Regions) -> Callable[..., Any]:
@@ -68,14 +63,12 @@ def _forward(inner: Callable[..., Any], region: Callable[..., Any], regions: Reg
             return region(block, *args, **kwargs)
         return inner(block, *args, **kwargs)
 
-    return cast("Callable[..., Any]", with_own_code(forward))
+    return with_own_code(forward)
 
 
 def _reduced(cls: type[nn.Module], block: nn.Module, protocol: Any) -> Any:
     """What copies and pickles a block: as one of its own class."""
-    reduced: Any = cls.__reduce_ex__(block, protocol)
-    _, _, *rest = reduced
-    return _new, (cls,), *rest
+    return _new, (cls,), *cls.__reduce_ex__(block, protocol)[2:]
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:
