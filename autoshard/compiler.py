@@ -1,9 +1,12 @@
 """The backend that torch.compile calls: the first time with whole parameters, then with shards.
 
 [Note: The first call] The first graph of a model is only read: an inventory, an agreement of all processes,
-a plan. Then the model is sharded in place and the trace starts again, on shards; that graph, and all later
-ones, are compiled. After the agreement nothing in compilation communicates, because recompiles may happen on
-one process alone.
+a plan. Then the model is sharded in place, and traced on shards; that graph, and all later ones, are compiled. After the
+agreement nothing in compilation communicates, because recompiles may happen on one process alone.
+
+A module's first graph is captured before Dynamo traces the module itself (`before_trace`), from a copy without values, in
+which blocks that repeat are traced once. What cannot be captured, a function or blocks that are compiled one by one, is
+traced whole, and once more on shards.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard import skipped, torch_internals
+from autoshard.capture import capture_call
 from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
-from autoshard.first_call import FirstCall, refuse_unplanned
+from autoshard.family import Family
+from autoshard.first_call import FirstCall, FirstGraph, refuse_unplanned, refuse_what_cannot_be_sharded
 from autoshard.inventory import device_of
 from autoshard.owner import find_owner, with_family
 from autoshard.passes import registry
@@ -48,13 +53,38 @@ class Backend:
         self._warned = False
         self._signs = SignsOfLife() if processes.launched_size() > 1 else None
         torch_internals.ignore_messages_given_once()
+        torch_internals.before_traces(_before_trace)
+
+    def before_trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first call of `model`, called with these, where it is that and can be captured."""
+        new = state_of(model) is None and next(model.parameters(), None) is not None
+        if processes.launched_size() == 1 or not new or torch_internals.behind_a_break():
+            return
+        if not isinstance(with_family(model), Family):
+            refuse_what_cannot_be_sharded(model)
+            graph = self._captured(model, args, kwargs)
+            if graph is not None:
+                self._first_call(model, lambda _: graph)
+
+    def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstGraph | None:
+        self._join(model)
+        try:
+            with self._phases.phase("trace", "of a copy without values"):
+                captured = capture_call(model, args, kwargs, self.config.dtypes()[0])
+        except Exception as error:  # of the user's code under tracing, of any kind
+            self._phases.say(f"tracing the model itself: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return None
+        return FirstGraph.captured(captured) if captured.parameters else None
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile asks of a backend: something that runs `gm`."""
         state = self._state_for(inputs)
         if state is None:
             model = find_owner(inputs)
-            state = self._first_call(model, gm, inputs) if model is not None else None
+            if model is not None:
+                state = self._first_call(model, lambda whole: FirstGraph.given(whole, gm, inputs))
+                if not state.plan.leaves_alone:
+                    torch_internals.restart_trace("autoshard sharded the parameters")
         return self._compile(state, gm, inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -70,23 +100,19 @@ class Backend:
                 return state
         return None
 
-    def _first_call(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
-        """Plans, shards, restarts the trace. Returns only where the model is left alone."""
+    def _first_call(self, model: nn.Module, look: Callable[[nn.Module], FirstGraph]) -> ModelState:
+        """Plans and shards."""
         try:
-            state = self._planned(model, gm, inputs)
+            state = self._planned(model, look)
         finally:
             self._end_signs()
         state.reporter = self.report
         self._states.add(state)
-        if not state.plan.leaves_alone:
-            torch_internals.restart_trace("autoshard sharded the parameters")
         return state
 
-    def _planned(self, model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> ModelState:
+    def _planned(self, model: nn.Module, look: Callable[[nn.Module], FirstGraph]) -> ModelState:
         """The state of a model that was planned and sharded, now or by another backend."""
-        patience = self._patience()
-        world = processes.join(device_of(model), patience)
-        self._phases = Phases(shown=self.config.verbose and world.rank == 0)
+        world = self._join(model)
         state = state_of(model)
         if state is None:  # another backend may have had the first call
             if world.size > 1 and torch_internals.behind_a_break():
@@ -94,9 +120,15 @@ class Backend:
                     "the first graph begins behind a graph break: what came before it ran, in this first call, on each "
                     "process's own values; give all processes the same (torch.manual_seed, one checkpoint)"
                 )
-            model, manager = with_family(model), self.manager(world.rank)
-            state = FirstCall(self.config, manager, self._phases, model, gm, inputs, world, patience).carry_out()
+            model, manager, patience = with_family(model), self.manager(world.rank), self._patience()
+            call = FirstCall(self.config, manager, self._phases, model, look(model), world, patience)
+            state = call.carry_out()
         return state
+
+    def _join(self, model: nn.Module) -> processes.World:
+        world = processes.join(device_of(model), self._patience())
+        self._phases.shown = self.config.verbose and world.rank == 0
+        return world
 
     def _patience(self) -> Patience:
         """With the others; where this process gives no signs of life, neither do they."""
@@ -171,19 +203,32 @@ def registered(
     gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The entry point of `torch.compile(model, backend="autoshard", options={...})`."""
-    options = options or {}
-    return _backend_of(json.dumps(options, sort_keys=True, default=str), options)(gm, inputs)
+    return _backend_with(options or {})(gm, inputs)
 
 
 _registered: dict[str, Backend] = {}
 skipped.watch(lambda backend: backend is registered or isinstance(backend, Backend))
 
 
-def _backend_of(key: str, options: dict[str, Any]) -> Backend:
+def _backend_with(options: dict[str, Any]) -> Backend:
     """One backend for each set of options, so that a model's later graphs find its state."""
+    key = json.dumps(options, sort_keys=True, default=str)
     if key not in _registered:
         _registered[key] = Backend(Config.from_options(options))
     return _registered[key]
+
+
+def _before_trace() -> None:
+    """Where a module is called that was compiled with one of our backends."""
+    call = next(torch_internals.compiled_calls(), None)
+    if call is None or call.module is None:
+        return
+    backend = _backend_with(call.options) if call.backend is registered else call.backend
+    if isinstance(backend, Backend):
+        backend.before_trace(call.module, call.arguments, call.keywords)
+
+
+torch_internals.before_traces(_before_trace)  # for backends by name, which are made when their first graph is there
 
 
 def _buffers(state: ModelState | None, inputs: Sequence[Any]) -> frozenset[int]:

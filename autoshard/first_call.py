@@ -1,4 +1,4 @@
-"""The first call: inventory, agreement, plan, shard; all that lies before the trace starts again."""
+"""The first call: inventory, agreement, plan, shard; all that lies before the trace on shards."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import torch_internals
-from autoshard.capture import REPEATED, capture_call
+from autoshard.capture import REPEATED, Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, measured_here
@@ -30,6 +30,7 @@ from autoshard.heap import alive
 from autoshard.inventory import Inventory, device_of, in_order_of_last_use, names_of, take_inventory
 from autoshard.owner import call_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.passes.graphs import UNSHARD, is_call
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.planning import budget_bytes, check_plan_fits
@@ -45,8 +46,55 @@ from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
 
+@dataclass(frozen=True)
+class FirstGraph:
+    """What a first call takes from a model's first graph. written: parameters that forward writes to. capture: the graph
+    itself, where it was captured."""
+
+    inventory: Inventory
+    written: tuple[str, ...]
+    capture: Capture | None = None
+
+    @staticmethod
+    def given(model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> FirstGraph:
+        """As Dynamo gives it to a backend, of whole parameters."""
+        used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
+        inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)))
+        names = names_of(model)
+        whole = {
+            n: names[id(x)] for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if id(x) in names
+        }
+        return FirstGraph(inventory, _written(whole))
+
+    @staticmethod
+    def captured(capture: Capture) -> FirstGraph:
+        """Of a copy of the model, whose modules show their parameters as sharded ones do."""
+        places = capture.graph.graph.find_nodes(op="placeholder")
+        names = {place: capture.parameters[i] for i, place in enumerate(places) if i in capture.parameters}
+        whole = {u: name for n, name in names.items() for u in n.users if is_call(u, UNSHARD)}
+        return FirstGraph(capture.inventory, _written(whole), capture)
+
+    @property
+    def traced_once(self) -> bool:
+        """Whether Dynamo went once through blocks that repeat."""
+        return self.capture is not None and self.capture.regions
+
+    def refuse_writes(self) -> None:
+        """On a shard they would be lost."""
+        if self.written:
+            raise UnsupportedError(
+                f"forward writes to parameter {self.written[0]!r} in place (an embedding's max_norm, say); "
+                "on a shard that write would be lost"
+            )
+
+
+def _written(whole: dict[Node, str]) -> tuple[str, ...]:
+    """Of these whole parameters, with their names, those that the graph writes to."""
+    return tuple(name for node, name in whole.items() if node.meta["example_value"]._version > 0)
+
+
 class FirstCall:
-    """All that happens between the first graph and the restart of the trace."""
+    """All that happens between the first graph and the trace on shards."""
 
     def __init__(
         self,
@@ -54,24 +102,22 @@ class FirstCall:
         manager: PassManager,
         phases: Phases,
         model: nn.Module,
-        gm: GraphModule,
-        inputs: Sequence[Any],
+        graph: FirstGraph,
         world: processes.World,
         patience: Patience,
     ) -> None:
         self.patience = patience
         self.config, self.manager, self.phases = config, manager, phases
-        self.model, self.gm, self.world = model, gm, world
-        self.used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
-        self.by_last_use = used_in(model, in_order_of_last_use(gm, inputs))
+        self.model, self.graph, self.world = model, graph, world
         self.optimizers = optimizers.holding(names_of(model))
         self.topic = f"model{next(_count_first_calls)}"
 
     def carry_out(self) -> ModelState:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
         if self.world.size > 1:
-            refuse_what_cannot_be_sharded(self.model, self.gm)
-        inventory = take_inventory(self.model, self.used, self.by_last_use)
+            refuse_what_cannot_be_sharded(self.model)
+            self.graph.refuse_writes()
+        inventory = self.graph.inventory
         with self.phases.phase("plan", counted(self.world.size, "process", "processes")):
             plan = self._agree(inventory)
             check_plan_fits(plan, inventory, self.world.size)
@@ -120,7 +166,8 @@ class FirstCall:
         )
         forecast = self._forecaster(where) if self._chooses() else None
         fit = forecast.fit if forecast else None
-        return self._of_family(make_plan(inventory, self.config, where, forecast or _as_it_is, fit))
+        plan = self._of_family(make_plan(inventory, self.config, where, forecast or _as_it_is, fit))
+        return replace(plan, regions=plan.regions or self.graph.traced_once)
 
     def _chooses(self) -> bool:
         """Whether something depends on how much a step takes: nothing is simulated for its own sake here."""
@@ -135,17 +182,22 @@ class FirstCall:
 
     def _forecaster(self, where: Circumstances) -> Forecaster | None:
         """Simulates what this call will take by each plan; None where the model cannot be traced by itself."""
+        captured = self.graph.capture or self._capture()
+        if captured is None:
+            return None
+        make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
+        return Forecaster(captured, make, where.cluster, self.config.codegen == "inductor")
+
+    def _capture(self) -> Capture | None:
         call = call_of(self.model)
         if call is None:
             self.phases.say("activations are not predicted: a function, or blocks one by one, were compiled")
             return None
         try:
-            captured = capture_call(self.model, *call, self.config.dtypes()[0])
+            return capture_call(self.model, *call, self.config.dtypes()[0])
         except Exception as error:  # of the user's code under tracing, of any kind; the job itself goes on
             self.phases.warn(f"activations are not predicted: {type(error).__name__}: {str(error).splitlines()[0]}")
             return None
-        make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
-        return Forecaster(captured, make, where.cluster, self.config.codegen == "inductor")
 
     def _describe(self, plan: Plan) -> None:
         for reason in plan.why:
@@ -185,7 +237,7 @@ def _as_it_is(plan: Plan) -> Plan:
 _count_first_calls = itertools.count()
 
 
-def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
+def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     """Named errors for what would be silently wrong, before anything is touched."""
     _refuse_ddp_around(model)
     refuse_recurrent(model)
@@ -204,7 +256,6 @@ def refuse_what_cannot_be_sharded(model: nn.Module, gm: GraphModule) -> None:
                 f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
                 "register hooks after it, and zero_grad before it"
             )
-    _refuse_writes(gm)
 
 
 def _refuse_ddp_around(model: nn.Module) -> None:
@@ -215,16 +266,6 @@ def _refuse_ddp_around(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{type(compiled[0]).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
                 "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface"
-            )
-
-
-def _refuse_writes(gm: GraphModule) -> None:
-    for node in gm.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if isinstance(value, nn.Parameter) and value._version > 0:
-            raise UnsupportedError(
-                f"forward writes to parameter {node.target} in place (an embedding's max_norm, say); "
-                "on a shard that write would be lost"
             )
 
 

@@ -39,10 +39,10 @@ def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
 def _reached_by_function(wanted: set[int]) -> nn.Module | None:
     """A compiled function's closure, globals and arguments; after a graph break the graph may be a child's."""
     owners = []
-    for function, arguments, keywords in torch_internals.compiled_functions_on_the_stack():
-        cells = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+    for call in torch_internals.compiled_calls():
+        cells = inspect.getclosurevars(call.function) if inspect.isfunction(call.function) else None
         named = [*cells.nonlocals.values(), *cells.globals.values()] if cells else []
-        for module in (v for v in (*named, *arguments, *keywords.values()) if isinstance(v, nn.Module)):
+        for module in (v for v in (*named, *call.arguments, *call.keywords.values()) if isinstance(v, nn.Module)):
             owned = {id(p) for p in module.parameters()}
             if wanted <= owned:
                 owners.append((len(owned), module))
@@ -51,9 +51,9 @@ def _reached_by_function(wanted: set[int]) -> nn.Module | None:
 
 def call_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """What a compiled module that is running was called with; None if a function or another module was compiled."""
-    for function, arguments, keywords in torch_internals.compiled_functions_on_the_stack():
-        if function is module or getattr(function, "__self__", None) is module:
-            return arguments, keywords
+    for call in torch_internals.compiled_calls():
+        if call.module is module:
+            return call.arguments, call.keywords
     return None
 
 

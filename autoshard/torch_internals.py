@@ -7,6 +7,7 @@ exercises every one of them alone, so that a torch release that moves a name fai
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -24,6 +25,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
+from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
 from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
@@ -40,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
+    "CompiledCall",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
@@ -48,10 +51,11 @@ __all__ = [
     "TorchDynamoException",
     "Tracing",
     "backend_of",
+    "before_traces",
     "behind_a_break",
     "boxed",
     "compile_with_inductor",
-    "compiled_functions_on_the_stack",
+    "compiled_calls",
     "emit_artifact",
     "gloo_in_turn",
     "gradient_places",
@@ -103,20 +107,76 @@ def ignore_messages_given_once() -> None:
     torch._dynamo.config.ignore_logging_functions |= {method for method in found if method is not None}
 
 
+def before_traces(callback: Callable[[], None]) -> None:
+    """Has `callback` called whenever Dynamo begins to compile something, outside of what it compiles already, before it has
+    looked at it; until Dynamo is reset. The callback may compile by itself. Seen: 2.11, 2.13."""
+    begins = _begins(callback)
+    if begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begins)
+
+
+@functools.cache
+def _begins(callback: Callable[[], None]) -> Callable[[Any], None]:
+    handler: Any = callback_handler
+
+    def begins(event: Any) -> None:
+        if event.callback_trigger.name != "DYNAMO":
+            return
+        # held around callbacks, which would wait for it forever if they compiled
+        lock = handler._CompilationCallbackHandler__pending_callbacks_counter_lock
+        lock.release()
+        try:
+            callback()
+        finally:
+            lock.acquire()
+
+    return begins
+
+
 def behind_a_break() -> bool:
-    """True if the graph that a backend is given continues a frame whose start ran before. Seen: 2.11, 2.13."""
-    return bool(InstructionTranslator.current_tx().f_code.co_name.startswith("torch_dynamo_resume_in"))
+    """True if what Dynamo compiles continues a function whose start ran before. Reads the frames of `convert_frame.py`,
+    whose `code` that is. Seen: 2.11, 2.13."""
+    frames = (f for f in _frames() if f.f_code.co_name == "_compile" and "code" in f.f_locals)
+    return bool(next(frames).f_locals["code"].co_name.startswith("torch_dynamo_resume_in"))
 
 
-def compiled_functions_on_the_stack() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """(function, arguments, keywords) of every torch.compile'd function that is running, innermost first.
+@dataclass(frozen=True)
+class CompiledCall:
+    """A call of what torch.compile gave, while it runs. backend, options: what torch.compile was given."""
 
-    Reads the frames of `_TorchDynamoContext`'s wrapper, `compile_wrapper(*args, **kwargs)`, and its `fn`.
-    """
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    backend: Any
+    options: dict[str, Any]
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module whose call this is; None if a function, or another method of a module, was compiled."""
+        if getattr(self.function, "__name__", "") in ("__call__", "_call_impl", "_wrapped_call_impl"):
+            owner = getattr(self.function, "__self__", None)
+        else:
+            owner = getattr(self.function, "__wrapped__", None)  # of a module that torch itself has written
+        return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def compiled_calls() -> Iterator[CompiledCall]:
+    """All that run, innermost first. Reads the frames of `_TorchDynamoContext`'s wrapper, `compile_wrapper(*args,
+    **kwargs)`, its `fn` and its `callback`. Seen: 2.11, 2.13."""
+    for frame in _frames():
+        found = frame.f_locals
+        if frame.f_code.co_name == "compile_wrapper" and "fn" in found:
+            wrapper = _wrapper_behind(found.get("callback"))
+            options = getattr(wrapper, "kwargs", {}).get("options", {})
+            backend = getattr(wrapper, "compiler_fn", wrapper)
+            yield CompiledCall(found["fn"], found.get("args", ()), found.get("kwargs", {}), backend, options)
+
+
+def _frames() -> Iterator[Any]:
+    """Of the Python functions that run, innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
-            yield frame.f_locals["fn"], frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
+        yield frame
         frame = frame.f_back
 
 
@@ -128,18 +188,21 @@ def original_of(module: torch.nn.Module) -> torch.nn.Module:
 
 def backend_of(module: Any) -> Any:
     """The backend that torch.compile(module) or module.compile() was given; None if the module is not compiled."""
-    from torch._dynamo.eval_frame import innermost_backend
-
     if isinstance(module, OptimizedModule):
         callback = getattr(module.dynamo_ctx, "callback", None)
     else:
         cells = getattr(getattr(module, "_compiled_call_impl", None), "__closure__", None) or ()
         contexts = [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "callback")]
         callback = contexts[0].callback if contexts else None
-    if not callable(callback):
-        return None
-    innermost = innermost_backend(callback)
-    return getattr(innermost, "compiler_fn", innermost)
+    wrapper = _wrapper_behind(callback)
+    return getattr(wrapper, "compiler_fn", wrapper)
+
+
+def _wrapper_behind(callback: Any) -> Any:
+    """What torch.compile made of the backend that it was given."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    return innermost_backend(callback) if callable(callback) else None
 
 
 def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str] | None:

@@ -109,10 +109,11 @@ def autoshard3_eager(model: Deep) -> Any:
 
 
 def autoshard3_blocks(model: Deep) -> Any:
-    """Blocks compiled one by one, as for FSDP2."""
+    """Blocks compiled one by one and the ends operator by operator, as for FSDP2."""
     backend = autoshard.backend(_config("inductor"))
-    for part in (*model.blocks, model.ends):
-        part.compile(backend=backend)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    model.ends.compile(backend=autoshard.backend(_config("eager")))
     return model
 
 

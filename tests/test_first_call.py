@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,33 +17,53 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import autoshard
+from autoshard import torch_internals
 from tests.cluster import Cluster
 from tests.small import in_full
 
 CONFIG = autoshard.Config(zero=3, codegen="eager", replicate_below=0, timeout=60, verbose=False)
 
 
+def called_first(width: int) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(12)])
+    _compile(model)(torch.ones(1, width))
+    gc.collect()  # an autograd graph without a backward goes in cycles
+    return model
+
+
 def peak_of_first_call() -> tuple[int, int, int]:
-    """(peak bytes, bytes after, bytes of the whole parameters), from the allocator's events."""
+    """(peak bytes by the allocator's events, bytes after by malloc's, bytes of the whole parameters).
+
+    The profiler misses what another thread lets go of, gloo's say, so by its events too much may seem to be left.
+    """
+    called_first(8)  # what a first compilation keeps is not of parameters
+    before = allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(12)])
-        _compile(model)(torch.ones(1, 1024))
-        gc.collect()  # an autograd graph without a backward goes in cycles
-    whole = sum(p.numel() * 4 for p in model.parameters())
-    running = peak = 0
-    for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            running += event.nbytes()
-            peak = max(peak, running)
-    return peak, running, whole
+        model = called_first(1024)
+        after = allocated() - before
+    sizes = [e.nbytes() for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    return max(accumulate(sizes)), after, sum(p.numel() * 4 for p in model.parameters())
+
+
+class Malloc(ctypes.Structure):
+    """glibc's `struct mallinfo2`, ten sizes; the fifth: in blocks of their own, the eighth: in its heaps."""
+
+    _fields_ = tuple((f"size{i}", ctypes.c_size_t) for i in range(10))
+
+
+def allocated() -> int:
+    """Bytes that this process has of malloc."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Malloc
+    found = libc.mallinfo2()
+    return int(found.size4 + found.size7)
 
 
 def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
     for peak, after, whole in two.run(peak_of_first_call):
         shard, one = whole // 2, whole // 12
         assert whole < peak <= whole + shard + one + whole // 50, (peak, whole)
-        # gloo's thread keeps the tensors of its last collectives, in and out, until the next one
-        assert after <= shard + 4 * one + whole // 50 < whole, (after, whole)
+        assert after <= shard + one < whole, (after, whole)
 
 
 # --- which module is found
@@ -119,6 +142,19 @@ def finds(way: str, name: str) -> tuple[bool, float, float]:
 def test_the_compiled_module_is_found(two: Cluster, way: str, name: str) -> None:
     for sharded, error, compiled in two.run(finds, way, name):
         assert sharded and error == 0.0 and compiled == 1.0
+
+
+def traced_again(way: str) -> int:
+    autoshard.backend()  # a reset of Dynamo, in a test before, forgets what is to be called before traces
+    model = Plain()
+    with mock.patch.object(torch_internals, "restart_trace", wraps=torch_internals.restart_trace) as restart:
+        WAYS[way](model)(torch.ones(2, 6)).sum().backward()
+    return int(restart.call_count)
+
+
+@pytest.mark.parametrize(("way", "times"), [(w, int(w == "_compile_function")) for w in WAYS])
+def test_a_module_is_traced_on_shards_alone(two: Cluster, way: str, times: int) -> None:
+    assert two.run(traced_again, way) == [times, times]
 
 
 def wrapped(inside: bool) -> str:

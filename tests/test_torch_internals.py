@@ -178,19 +178,63 @@ def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch:
     assert any("text 42" in log.read_text() for log in tmp_path.iterdir())
 
 
-def test_compiled_functions_on_the_stack_are_seen() -> None:
-    found = []
+class Written(nn.Linear):
+    """Not torch's own, which Dynamo wraps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_compiled_calls_are_seen_while_they_run() -> None:
+    found: list[torch_internals.CompiledCall] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        found.extend(torch_internals.compiled_functions_on_the_stack())
+        found.append(next(torch_internals.compiled_calls()))
         return gm.forward
 
     def function(x: Any) -> Any:
         return x + 1
 
-    x = torch.ones(2)
+    x, model, in_place = torch.ones(2), Written(2, 2), Written(2, 2)
     torch.compile(function, backend=backend)(x)
-    assert found[0][0] is function and found[0][1][0] is x
+    assert found[-1].function is function and found[-1].arguments[0] is x and found[-1].module is None
+    torch.compile(model, backend=backend)(x)
+    assert found[-1].module is model and found[-1].backend is backend
+    in_place.compile(backend=backend)
+    torch.compiler.reset()  # the two share their code
+    in_place(x=x)
+    assert found[-1].module is in_place and found[-1].keywords["x"] is x
+    of_torch = nn.Sequential(nn.Linear(2, 2))
+    torch.compile(of_torch, backend=backend)(x)
+    assert found[-1].module is of_torch
+    torch.compiler.reset()
+    torch.compile(model.forward, backend=backend)(x)
+    assert found[-1].module is None and found[-1].function == model.forward
+
+
+def test_before_traces_comes_first_and_may_compile() -> None:
+    seen: list[str] = []
+
+    def inner(gm: Any, inputs: Any) -> Any:
+        seen.append("inner")
+        return gm.forward
+
+    def begins() -> None:
+        seen.append("begins")
+        torch.compile(lambda x: x * 3, backend=inner)(torch.ones(2))
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        seen.append("backend")
+        return gm.forward
+
+    torch_internals.before_traces(begins)
+    torch_internals.before_traces(begins)
+    try:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    finally:
+        torch.compiler.reset()
+    torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    assert seen == ["begins", "inner", "backend", "backend"]
 
 
 def test_backend_of_names_what_compile_was_given() -> None:

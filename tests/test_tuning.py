@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 import autoshard
 from tests.cluster import Cluster
@@ -19,15 +18,8 @@ ALWAYS = {("resized", 1)}  # the cheapest; CI has 15 minutes
 ALL = [(name, zero) for name in TUNED for zero in range(4)]
 
 
-# Dynamo of torch 2.11 leaves an embedding whose output a hook makes require gradients to Python, in front of any graph:
-# the very first step of each process runs on its own values there, which differ here on purpose. It is warned of.
-IN_FRONT = pytest.mark.xfail(Version(torch.__version__).release < (2, 12), reason="ran before the first graph")
-
-
 @pytest.mark.parametrize(("name", "zero"), [case if case in ALWAYS else in_full(*case) for case in ALL])
-def test_tuned_models(two: Cluster, name: str, zero: int, request: pytest.FixtureRequest) -> None:
-    if name == "lora":
-        request.applymarker(IN_FRONT)
+def test_tuned_models(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(measure, name, config(zero)):
         assert distance.worst <= TOLERANCE, distance
 
