@@ -60,14 +60,11 @@ class Backend:
         new = state_of(model) is None and next(model.parameters(), None) is not None
         if processes.launched_size() == 1 or not new or torch_internals.behind_a_break():
             return
-        if not isinstance(with_family(model), Family):
-            refuse_what_cannot_be_sharded(model)
-            graph = self._captured(model, args, kwargs)
-            if graph is not None:
-                self._first_call(model, lambda _: graph)
+        whole = with_family(model)
+        if not isinstance(whole, Family):
+            self._first_call(model, whole, lambda: self._captured(model, args, kwargs))
 
     def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstGraph | None:
-        self._join(model)
         try:
             with self._phases.phase("trace", "of a copy without values"):
                 captured = capture_call(model, args, kwargs, self.config.dtypes()[0])
@@ -82,8 +79,9 @@ class Backend:
         if state is None:
             model = find_owner(inputs)
             if model is not None:
-                state = self._first_call(model, lambda whole: FirstGraph.given(whole, gm, inputs))
-                if not state.plan.leaves_alone:
+                whole = model if state_of(model) else with_family(model)
+                state = self._first_call(model, whole, lambda: FirstGraph.given(whole, gm, inputs))
+                if state is not None and not state.plan.leaves_alone:
                     torch_internals.restart_trace("autoshard sharded the parameters")
         return self._compile(state, gm, inputs)
 
@@ -100,30 +98,40 @@ class Backend:
                 return state
         return None
 
-    def _first_call(self, model: nn.Module, look: Callable[[nn.Module], FirstGraph]) -> ModelState:
-        """Plans and shards."""
+    def _first_call(
+        self, model: nn.Module, whole: nn.Module, look: Callable[[], FirstGraph | None]
+    ) -> ModelState | None:
+        """Plans and shards `whole`, of which `model` is called; None where there is no graph to look at."""
         try:
-            state = self._planned(model, look)
+            state = self._planned(model, whole, look)
         finally:
             self._end_signs()
-        state.reporter = self.report
-        self._states.add(state)
+        if state is not None:
+            state.reporter = self.report
+            self._states.add(state)
         return state
 
-    def _planned(self, model: nn.Module, look: Callable[[nn.Module], FirstGraph]) -> ModelState:
+    def _planned(
+        self, model: nn.Module, whole: nn.Module, look: Callable[[], FirstGraph | None]
+    ) -> ModelState | None:
         """The state of a model that was planned and sharded, now or by another backend."""
         world = self._join(model)
-        state = state_of(model)
-        if state is None:  # another backend may have had the first call
-            if world.size > 1 and torch_internals.behind_a_break():
-                self._phases.warn(
-                    "the first graph begins behind a graph break: what came before it ran, in this first call, on each "
-                    "process's own values; give all processes the same (torch.manual_seed, one checkpoint)"
-                )
-            model, manager, patience = with_family(model), self.manager(world.rank), self._patience()
-            call = FirstCall(self.config, manager, self._phases, model, look(model), world, patience)
-            state = call.carry_out()
-        return state
+        if (state := state_of(model)) is not None:  # another backend may have had the first call
+            return state
+        if world.size > 1:
+            self._warn_behind_a_break()
+            refuse_what_cannot_be_sharded(whole)
+        if (graph := look()) is None:
+            return None
+        manager, patience = self.manager(world.rank), self._patience()
+        return FirstCall(self.config, manager, self._phases, whole, graph, world, patience).carry_out()
+
+    def _warn_behind_a_break(self) -> None:
+        if torch_internals.behind_a_break():
+            self._phases.warn(
+                "the first graph begins behind a graph break: what came before it ran, in this first call, on each "
+                "process's own values; give all processes the same (torch.manual_seed, one checkpoint)"
+            )
 
     def _join(self, model: nn.Module) -> processes.World:
         world = processes.join(device_of(model), self._patience())

@@ -115,7 +115,6 @@ class FirstCall:
     def carry_out(self) -> ModelState:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
         if self.world.size > 1:
-            refuse_what_cannot_be_sharded(self.model)
             self.graph.refuse_writes()
         inventory = self.graph.inventory
         with self.phases.phase("plan", counted(self.world.size, "process", "processes")):

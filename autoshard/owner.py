@@ -86,9 +86,10 @@ def with_family(module: nn.Module) -> nn.Module:
     With a backend each, each would have a graph of its own, and Dynamo keeps only so many for one function before it
     runs the rest uncompiled; UnsupportedError then.
     """
+    everywhere = _modules()
     twins = {
         id(original): backend
-        for original, backend in compiled_modules()
+        for original, backend in _compiled(everywhere)
         if type(original) is type(module) and state_of(original) is None
     }
     together = {key for key, backend in twins.items() if backend is twins.get(id(module))}
@@ -98,26 +99,31 @@ def with_family(module: nn.Module) -> nn.Module:
             f"{len(twins)} modules of class {type(module).__name__} were compiled with a backend each, of which Dynamo "
             f"compiles at most {limit}: make one `backend = autoshard.backend(config)` and give it to all of them"
         )
-    members = [m for m in _root_of(module, together).modules() if id(m) in together]
+    root = _root_of(module, together, everywhere)
+    members = [m for m in root.modules() if id(m) in together]
     return Family(members) if len(members) > 1 else module
 
 
 def compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
     """Each module that was given to torch.compile, or called `.compile()`, and its backend."""
-    for module in _modules():
+    return _compiled(_modules())
+
+
+def _compiled(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    for module in modules:
         backend = torch_internals.backend_of(module)
         if backend is not None:
             yield torch_internals.original_of(module), backend
 
 
-def _root_of(module: nn.Module, wanted: set[int]) -> nn.Module:
-    """The module that holds `module` and the most of `wanted`."""
+def _root_of(module: nn.Module, wanted: set[int], everywhere: Sequence[nn.Module]) -> nn.Module:
+    """Of `everywhere`, the module that holds `module` and the most of `wanted`."""
 
     def held(root: nn.Module) -> int:
         ids = {id(m) for m in root.modules()}
         return len(wanted & ids) if id(module) in ids else 0
 
-    return max(_modules(), key=held) if len(wanted) > 1 else module
+    return max(everywhere, key=held) if len(wanted) > 1 else module
 
 
 def _modules() -> list[nn.Module]:
