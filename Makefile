@@ -29,6 +29,7 @@ check: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python bench/run.py
+	$(BIN)/python bench/optimizer.py
 
 bench-accuracy: $(VENV)/ready
 	$(BIN)/python bench/accuracy.py

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
+from autoshard import optim
 from autoshard.compiler import Backend
 from autoshard.config import Config
 from autoshard.errors import AutoshardError
+from autoshard.optim import fuse
 from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
 from autoshard.report import Report
@@ -37,8 +39,10 @@ __all__ = [
     "Swept",
     "__version__",
     "backend",
+    "fuse",
     "gathered",
     "no_sync",
+    "optim",
     "plan",
     "plan_of",
     "report",

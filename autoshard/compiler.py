@@ -163,6 +163,7 @@ class Backend:
         return Report(
             plan=state.plan,
             compiled=len(state.compiled & ids) / len(ids) if ids else 1.0,
+            steps=tuple(state.steps.items()),
             phases=tuple(self._phases.seconds.items()),
             passes=tuple(self._manager.history) if self._manager else (),
         )

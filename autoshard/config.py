@@ -52,6 +52,8 @@ class Config:
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of
         one.
     optimizer: what a plan assumes before an optimizer is seen: "adamw", "sgd", ...
+    fuse_optimizer: "auto" (torch.optim's Adam, AdamW and SGD step all their parameters at once, unless they were told how), or
+        False.
     buffers: "broadcast" (after each change rank 0's are everyone's, as DDP) or "local".
     replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000.
     plan: a Plan, or a file of one: use this and decide nothing.
@@ -72,6 +74,7 @@ class Config:
     codegen: Literal["inductor", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
     optimizer: str = "adamw"
+    fuse_optimizer: Literal["auto", False] = "auto"
     buffers: Literal["broadcast", "local"] = "broadcast"
     replicate_below: int | Literal["auto"] = "auto"
     plan: Plan | str | Path | None = None
@@ -87,6 +90,7 @@ class Config:
         _one_of("recompute", self.recompute, ("auto", *POLICIES))
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
+        _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))
         _one_of("buffers", self.buffers, ("broadcast", "local"))
         self._check_budget()
         self._check_mesh()

@@ -33,14 +33,14 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.graphs import UNSHARD, is_call
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
-from autoshard.planning import budget_bytes, check_plan_fits
+from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.regions import make_regions
 from autoshard.runtime.shard import Sharder
-from autoshard.runtime.state import ModelState, make_unusable
+from autoshard.runtime.state import ModelState, make_unusable, refuse_unusable
 from autoshard.skipped import refuse_recurrent
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
@@ -124,7 +124,7 @@ class FirstCall:
                 for optimizer in self.optimizers:
                     optimizers.check_steps_on_shards(optimizer)
         self._describe(plan)
-        state = ModelState(self.model, plan, self.world)
+        state = ModelState(self.model, plan, self.world, fuses=self.config.fuse_optimizer == "auto")
         if not plan.leaves_alone:
             self._shard(state)
             state.regions = make_regions(self.model, REPEATED) if plan.regions else None
@@ -185,6 +185,7 @@ class FirstCall:
         if captured is None:
             return None
         make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
+        make = as_it_will_step(make, self.config, where.cluster)
         return Forecaster(captured, make, where.cluster, self.config.codegen == "inductor")
 
     def _capture(self) -> Capture | None:
@@ -238,6 +239,7 @@ _count_first_calls = itertools.count()
 
 def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     """Named errors for what would be silently wrong, before anything is touched."""
+    refuse_unusable(model)
     _refuse_ddp_around(model)
     refuse_recurrent(model)
     for name, module in model.named_modules():

@@ -38,6 +38,8 @@ def _value(name: str, text: str) -> Any:
     """A flag's text as the field's value; Config checks whether it is legal."""
     if name == "zero":
         return int(text) if text.isdigit() else text
+    if name == "fuse_optimizer" and text == "False":
+        return False
     if name == "memory_budget":
         return _budget(text)
     if name == "mesh":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from autoshard.capture import capture
 from autoshard.config import Config
@@ -16,6 +18,7 @@ from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
+from autoshard.runtime.fused_step import unfusable
 from autoshard.units import parse_bytes
 
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
@@ -50,7 +53,22 @@ def forecaster(
     """What forecasts plans of `model` on a cluster; arguments as of `plan`, open as of `capture`."""
     compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
     captured = capture(model, example_inputs, compute, open)
-    return Forecaster(captured, optimizer or NAMED[config.optimizer], cluster, inductor=config.codegen == "inductor")
+    make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
+    return Forecaster(captured, make, cluster, inductor=config.codegen == "inductor")
+
+
+def as_it_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
+    """Makes optimizers that step all parameters at once where a job's will."""
+    if config.fuse_optimizer is False or cluster.world == 1:
+        return make
+
+    def made(parameters: Sequence[nn.Parameter]) -> Optimizer:
+        optimizer = make(parameters)
+        for group in optimizer.param_groups if not unfusable(optimizer) else ():
+            group["fused"] = True
+        return optimizer
+
+    return made
 
 
 def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:

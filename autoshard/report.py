@@ -23,11 +23,13 @@ WIDTH = 80
 class Report:
     """What a model does and did; `str` and `print` give the tables.
 
-    compiled: share of the model's parameters that some compiled graph holds. phases: seconds by name.
+    compiled: share of the model's parameters that some compiled graph holds. steps: how optimizers step, by class. phases:
+    seconds by name.
     """
 
     plan: Plan
     compiled: float = 1.0
+    steps: tuple[tuple[str, str], ...] = ()
     phases: tuple[tuple[str, float], ...] = ()
     passes: tuple[PassRun, ...] = ()
 
@@ -38,6 +40,7 @@ class Report:
         lines: list[RenderableType] = [
             Text(f"Parameters in compiled graphs: {self.compiled:.1%}", style="bold")
         ]
+        lines += [Text(f"{name} steps: {how}") for name, how in self.steps]
         if self.phases:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.phases)
             lines.append(Text(f"First step: {spent}"))

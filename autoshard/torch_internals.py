@@ -50,6 +50,7 @@ __all__ = [
     "ThroughDynamo",
     "TorchDynamoException",
     "Tracing",
+    "add_to_each",
     "backend_of",
     "before_traces",
     "behind_a_break",
@@ -57,6 +58,8 @@ __all__ = [
     "compile_with_inductor",
     "compiled_calls",
     "emit_artifact",
+    "fused_adam",
+    "fused_sgd",
     "gloo_in_turn",
     "gradient_places",
     "graph_break",
@@ -77,6 +80,7 @@ __all__ = [
     "restart_trace",
     "share_memory",
     "suppressed_errors",
+    "takes_scaled_gradients",
     "without_autograd_cache",
     "without_step_hooks",
     "wrap_compiled",
@@ -227,6 +231,28 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
     return optimizer
+
+
+def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> None:
+    """Adds to many tensors in place, in one launch. Seen: 2.11, 2.13."""
+    torch._foreach_add_(tensors, number)
+
+
+def fused_adam(tensors: tuple[list[torch.Tensor], ...], decoupled: bool, **options: Any) -> None:
+    """torch's own fused step of Adam or AdamW: of parameters, gradients, means, squares, largest squares and steps that were
+    counted already. Seen: 2.11, 2.13."""
+    (torch._fused_adamw_ if decoupled else torch._fused_adam_)(*tensors, **options)
+
+
+def fused_sgd(tensors: tuple[list[torch.Tensor], ...], **options: Any) -> None:
+    """torch's own fused step of SGD: of parameters, gradients and momenta, none without momentum. Seen: 2.11, 2.13."""
+    torch._fused_sgd_(*tensors, is_first_step=False, **options)
+
+
+def takes_scaled_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Has GradScaler leave unscaling and the skipping of a step to the optimizer, as it does with torch's fused ones: it
+    finds both as its attributes. Seen: 2.11, 2.13."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def recompile_limit() -> int:

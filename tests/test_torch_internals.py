@@ -485,3 +485,42 @@ def test_rows_become_a_dtensor_like_another() -> None:
         assert made.shape == (7, 2) and made.to_local().sum() == whole.to_local().numel()
     finally:
         dist.destroy_process_group()
+
+
+def test_fused_steps_are_torchs() -> None:
+    theirs = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    ours = [p.detach().clone() for p in theirs]
+    for p in theirs:
+        p.grad = torch.full_like(p, 0.5)
+    torch.optim.AdamW(theirs[:1], fused=True).step()
+    torch.optim.Adam(theirs[1:2], fused=True).step()
+    torch.optim.SGD(theirs[2:], lr=0.1, momentum=0.9, fused=True).step()
+    grads, common = [torch.full_like(p, 0.5) for p in ours], {"lr": 1e-3, "maximize": False}
+    adam = {**common, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False}
+    for i, decay in ((0, 0.01), (1, 0.0)):
+        steps = [torch.zeros(())]
+        torch_internals.add_to_each(steps, 1.0)
+        lists = ([ours[i]], [grads[i]], [torch.zeros(4)], [torch.zeros(4)], [], steps)
+        torch_internals.fused_adam(lists, decoupled=i == 0, weight_decay=decay, **adam)
+    momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+    torch_internals.fused_sgd(([ours[2]], [grads[2]], [torch.zeros(4)]), **{**common, "lr": 0.1}, **momentum)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+class Recording(torch.optim.Optimizer):
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__([parameter], {})
+        self.found: list[tuple[float, float]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.found.append((float(self.grad_scale), float(self.found_inf)))  # type: ignore[attr-defined]
+
+
+def test_a_scaler_leaves_scaled_gradients_to_an_optimizer_that_takes_them() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = Recording(parameter), torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch_internals.takes_scaled_gradients(optimizer)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.found == [(8.0, 0.0)]
+    assert parameter.grad is not None and parameter.grad.tolist() == [8.0, 8.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from autoshard.cache import cache_folder
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import DEVICES, Device, Link
 from autoshard.errors import ClusterError
@@ -75,9 +75,8 @@ class Cluster:
 def cache_file(device: str) -> Path:
     """Where `autoshard calibrate` leaves what it measured of a kind of device on this machine; of CPUs, with as many
     threads as this process has."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "autoshard"
     threads = f"-{torch.get_num_threads()}-threads" if device == "cpu" else ""
-    return folder / f"{platform.node()}-{device}{threads}.yaml"
+    return cache_folder() / f"{platform.node()}-{device}{threads}.yaml"
 
 
 def measured_here(name: str) -> Device:

@@ -112,12 +112,13 @@ def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
 _out: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
 
 
-def before_step(optimizer: Optimizer, closure: bool) -> None:
-    """To be called just before a step of an optimizer that has sharded parameters."""
+def before_step(optimizer: Optimizer, closure: bool) -> bool:
+    """To be called just before a step of an optimizer that has sharded parameters. True if it is on rows."""
     if closure or not can_step_locally(optimizer) or not _gradients_lie_as_parameters(optimizer):
-        return
+        return False
     _out[optimizer] = LocalStep(optimizer)
     _out[optimizer].enter()
+    return True
 
 
 def after_step(optimizer: Optimizer) -> None:

@@ -22,7 +22,7 @@ from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.family import members_of
 from autoshard.inventory import names_of
 from autoshard.plan import Plan
-from autoshard.runtime import local_step
+from autoshard.runtime import fused_step, local_step
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.lockstep import Lockstep
@@ -31,7 +31,7 @@ from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
 from autoshard.runtime.shard import full_value, places_of
 
-ATTRIBUTE = "_autoshard_state"
+ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 
 
 @dataclass(eq=False)
@@ -39,7 +39,8 @@ class ModelState:
     """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
     compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
-    blocks). regions: its blocks that repeat, where a trace can go through them once. reporter: makes the report of this.
+    blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are known
+    are stepped at once. steps: how those that stepped did, by class. reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -50,6 +51,8 @@ class ModelState:
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
     regions: Regions | None = None
+    fuses: bool = False
+    steps: dict[str, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
 
     def names(self) -> dict[int, str]:
@@ -86,7 +89,7 @@ class ModelState:
         self.ids = names_of(self.model)
         if not self.plan.leaves_alone:
             _live.add(self)
-            _watch_steps()
+            watch_steps()
         for module in self.model.modules():
             if any(isinstance(p, DTensor) for p in module._parameters.values()):
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
@@ -135,14 +138,19 @@ def copies() -> list[ModelState]:
 
 
 @functools.cache
-def _watch_steps() -> None:
+def watch_steps() -> None:
     """Installs, once, what surrounds every optimizer step, by torch's public hooks."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda optimizer, *_: local_step.after_step(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(optimizer))
+
+
+def _after_step(optimizer: Optimizer) -> None:
+    local_step.after_step(optimizer)
+    fused_step.after_step(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    local_step.after_step(optimizer)  # where the last step failed, the hooks after it did not run
+    _after_step(optimizer)  # where the last step failed, the hooks after it did not run
     closure = kwargs.get("closure", next(iter(args[1:]), None)) is not None  # args[0] is the optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [s for s in _live if any(id(p) in s.ids for p in parameters)]
@@ -155,9 +163,22 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
         )
-    if any(state.plan.sharded for state in states):
+    sharded = any(state.plan.sharded for state in states)
+    if sharded:
         scatter_loaded(optimizer)
-        local_step.before_step(optimizer, closure)
+    how = _step(optimizer, closure, sharded, any(state.fuses for state in states))
+    for state in states:
+        state.steps[type(optimizer).__name__] = how
+
+
+def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> str:
+    """Prepares a step, or takes it; how, in words."""
+    fuses = fuses or optimizer in fused_step.asked_for
+    if fused_step.steps_itself(optimizer) or (fuses and fused_step.before_step(optimizer, closure)):
+        return "all parameters at once"
+    if sharded and local_step.before_step(optimizer, closure):
+        return "on rows, by torch"
+    return "by torch"
 
 
 def make_unusable(model: nn.Module, error: Exception) -> None:
@@ -169,6 +190,14 @@ def make_unusable(model: nn.Module, error: Exception) -> None:
 
     for member in members_of(model):
         member.register_forward_pre_hook(refuse)
+        member.__dict__[FAILURE] = error
+
+
+def refuse_unusable(model: nn.Module) -> None:
+    """Where a trace begins, which is before the model's hooks run."""
+    for module in model.modules():
+        if FAILURE in module.__dict__:
+            raise module.__dict__[FAILURE]
 
 
 def state_of(model: nn.Module) -> ModelState | None:

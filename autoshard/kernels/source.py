@@ -1,0 +1,43 @@
+"""Generated source as a file that one can read, and what it defines."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from autoshard.cache import cache_folder
+
+
+@functools.cache
+def load(name: str, text: str, interpret: bool = False) -> Any:
+    """The Triton kernel `name` that `text` defines. Its file is in the cache, named by the text's hash, since Triton reads
+    a kernel's source and debuggers show it.
+
+    interpret: Triton runs it in Python, on the CPU; for tests.
+    """
+    import triton
+
+    path = cache_folder() / "kernels" / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    if not path.exists() or path.read_text() != text:
+        _write(path, text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = interpret
+        spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _write(path: Path, text: str) -> None:
+    """At once, since other processes of the job write the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    Path(temporary).replace(path)

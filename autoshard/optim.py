@@ -1,0 +1,188 @@
+"""Optimizers that step all their parameters at once, on this process's rows.
+
+On a GPU each takes one or few launches of a Triton kernel; on a CPU torch's own fused function, where it has one. Those that
+torch.optim has take the same options, keep the same state, and load each other's state dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from autoshard import torch_internals
+from autoshard.errors import ConfigError, UnsupportedError
+from autoshard.runtime import fused_step
+from autoshard.runtime.fused_step import Family, Gradients
+from autoshard.runtime.norm import norm_of
+from autoshard.runtime.state import watch_steps
+
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "fuse"]
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class _Fused(Optimizer):
+    """Steps by its family's formulas.
+
+    max_norm: the norm of all parameters' gradients on all processes that the step clips to, in the same pass over memory; the
+    gradients themselves stay as they are. norm: what it was at the last step, before clipping.
+    """
+
+    family: Family
+    max_norm: float | None = None
+    norm: Tensor | None = None
+
+    def _limit(self, max_norm: float | None) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ConfigError(f"max_norm: {max_norm!r} is not legal; legal: None, or more than 0")
+        self.max_norm = max_norm
+        torch_internals.takes_scaled_gradients(self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. closure: computes the loss and the gradients anew; the loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if reason := fused_step.take(self, self.family, self._gradients):
+            raise UnsupportedError(f"autoshard.optim.{type(self).__name__} cannot step {reason}; torch.optim's may")
+        return loss
+
+    def _gradients(self) -> Gradients:
+        found = fused_step.gradients_of(self)
+        if self.max_norm is None:
+            return found
+        self.norm, scale = _clipped(self, self.max_norm, found.scale)
+        return Gradients(scale, found.infinite)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of this class, or of torch.optim's of the same name."""
+        _refuse_others(type(self).__name__, self.family, state_dict)
+        super().load_state_dict(state_dict)
+
+
+def _clipped(optimizer: Optimizer, max_norm: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the gradients' norm, what to divide them by)."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = norm_of(grads) if scale is None else norm_of(grads) / scale
+    over = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    return norm, over if scale is None else over * scale
+
+
+def _refuse_others(name: str, family: Family, state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        try:
+            keys = fused_step.keys_of(family.rule(group))
+            family.settings(group)
+        except KeyError as error:
+            raise ConfigError(f"this state dict is not {name}'s: a parameter group in it has no {error}") from error
+        for index in group["params"]:
+            strange = set(state_dict["state"].get(index, {})) - set(keys)
+            if strange:
+                raise ConfigError(f"this state dict is not {name}'s: it has {min(strange)!r}, legal: {', '.join(keys)}")
+
+
+class AdamW(_Fused, optim.AdamW):
+    """torch.optim.AdamW in one pass over memory. Source: arXiv 1711.05101."""
+
+    family = fused_step.ADAM
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._limit(max_norm)
+
+
+class Adam(_Fused, optim.Adam):
+    """torch.optim.Adam in one pass over memory. Source: arXiv 1412.6980."""
+
+    family = fused_step.ADAM
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._limit(max_norm)
+
+
+class SGD(_Fused, optim.SGD):
+    """torch.optim.SGD in one pass over memory."""
+
+    family = fused_step.SGD
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+        self._limit(max_norm)
+
+
+class Lion(_Fused):
+    """Steps by the sign of a mean of gradients, which takes one state a number. Source: arXiv 2302.06675.
+
+    lr: a third to a tenth of AdamW's. betas: of the mean whose sign is taken, and of the mean that is kept.
+    """
+
+    family = fused_step.LION
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        if not float(lr) >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            said = f"lr={lr!r}, betas={betas!r}, weight_decay={weight_decay!r}"
+            raise ConfigError(f"{said}: legal are lr and weight_decay of 0 or more, betas in [0, 1)")
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options)
+        self._limit(max_norm)
+
+
+def fuse(optimizer: Optimizer) -> Optimizer:
+    """Has an optimizer of torch.optim step all its parameters at once from now on; returns it.
+
+    Nothing of torch is replaced, and schedulers, GradScaler and state dicts go on with it. A step with a closure or with
+    hooks of this optimizer is torch's own.
+    """
+    if reason := fused_step.unfusable(optimizer):
+        raise UnsupportedError(f"{type(optimizer).__name__} cannot be fused: {reason}")
+    fused_step.asked_for.add(optimizer)
+    watch_steps()
+    return optimizer

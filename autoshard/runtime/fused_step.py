@@ -1,0 +1,355 @@
+"""Optimizer steps over all parameters of a group at once, in place, on this process's rows.
+
+[Note: Fused steps] A step moves a few bytes a number and computes next to nothing, so it should read and write everything
+once. On a GPU a Triton kernel that is generated from the optimizer's formulas takes it; on a CPU torch's own fused functions
+do. State has torch.optim's keys, and the shapes and places that `fused=True` gives it there, so state dicts are
+interchangeable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoshard import torch_internals
+from autoshard.kernels import multi_tensor, rule
+from autoshard.kernels.multi_tensor import Kernel, Tensors
+from autoshard.kernels.rule import Rule, evaluate
+from autoshard.runtime.dtensors import dtensor_of, local
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Options = Mapping[str, Any]  # of a parameter group
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What happens to gradients in passing: they are divided by `scale`; nothing is done where `infinite` is not 0."""
+
+    scale: Tensor | None = None
+    infinite: Tensor | None = None
+
+
+@dataclass
+class Rows:
+    """What one launch works on, in lists that run in parallel. states: by torch.optim's keys."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of optimizer, by the options of a parameter group.
+
+    settings: the numbers in its formulas. on_cpu: torch's fused function; None where torch has none. first: options that
+    hold in a parameter's first step.
+    """
+
+    rule: Callable[[Options], Rule]
+    settings: Callable[[Options], dict[str, float]]
+    on_cpu: Callable[[Rows, Options, Gradients], None] | None
+    first: Options = field(default_factory=dict)
+
+
+# --- the kinds
+
+
+def _adam_rule(options: Options) -> Rule:
+    return rule.adam(
+        decoupled=options["decoupled_weight_decay"],
+        weight_decay=options["weight_decay"] != 0,
+        amsgrad=options["amsgrad"],
+        maximize=options["maximize"],
+    )
+
+
+def _adam_settings(options: Options) -> dict[str, float]:
+    beta1, beta2 = map(float, options["betas"])
+    return {**_numbers(options, "lr", "weight_decay", "eps"), "beta1": beta1, "beta2": beta2}
+
+
+def _adam_on_cpu(rows: Rows, options: Options, gradients: Gradients) -> None:
+    beta1, beta2 = options["betas"]
+    states = [rows.states[key] for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+    torch_internals.fused_adam(
+        (rows.params, rows.grads, *states, rows.steps),
+        decoupled=options["decoupled_weight_decay"],
+        beta1=beta1,
+        beta2=beta2,
+        grad_scale=gradients.scale,
+        found_inf=gradients.infinite,
+        **{name: options[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")},
+    )
+
+
+def _sgd_rule(options: Options) -> Rule:
+    return rule.sgd(
+        weight_decay=options["weight_decay"] != 0,
+        momentum=options["momentum"] != 0,
+        nesterov=options["nesterov"],
+        maximize=options["maximize"],
+    )
+
+
+def _sgd_settings(options: Options) -> dict[str, float]:
+    return _numbers(options, "lr", "weight_decay", "momentum", "dampening")
+
+
+def _sgd_on_cpu(rows: Rows, options: Options, gradients: Gradients) -> None:
+    torch_internals.fused_sgd(
+        (rows.params, rows.grads, rows.states["momentum_buffer"]),
+        grad_scale=gradients.scale,
+        found_inf=gradients.infinite,
+        **{name: options[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")},
+    )
+
+
+def _lion_rule(options: Options) -> Rule:
+    return rule.lion(weight_decay=options["weight_decay"] != 0, maximize=options["maximize"])
+
+
+def _lion_settings(options: Options) -> dict[str, float]:
+    beta1, beta2 = map(float, options["betas"])
+    return {**_numbers(options, "lr", "weight_decay"), "beta1": beta1, "beta2": beta2}
+
+
+def _numbers(options: Options, *names: str) -> dict[str, float]:
+    return {name: float(options[name]) for name in names}
+
+
+ADAM = Family(_adam_rule, _adam_settings, _adam_on_cpu)
+SGD = Family(_sgd_rule, _sgd_settings, _sgd_on_cpu, {"dampening": 0.0})
+LION = Family(_lion_rule, _lion_settings, None)
+FAMILIES: dict[type[Optimizer], Family] = {optim.Adam: ADAM, optim.AdamW: ADAM, optim.SGD: SGD}
+
+
+# --- the step
+
+
+@dataclass(eq=False)
+class Launch:
+    """What steps together. first: it is these parameters' first step."""
+
+    options: dict[str, Any]
+    first: bool
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    rows: Rows = field(default_factory=Rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An optimizer's launches, which take longer to lay out than to run. They hold as long as it has the same tensors:
+    seen, all of them. kinds: its parameters'."""
+
+    seen: list[Any]
+    kinds: list[tuple[Any, ...]]
+    launches: list[Launch]
+
+    def holds(self, seen: list[Any]) -> bool:
+        """Whether these are the same objects."""
+        return len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen))
+
+
+_held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+
+
+def _seen(optimizer: Optimizer, stepped: list[nn.Parameter]) -> list[Any]:
+    """All objects that the layout of its step depends on."""
+    values = itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
+    return [*stepped, *optimizer.param_groups, *values]
+
+
+def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """In what a gradient must be as its parameter is."""
+    return [(t.dtype, t.layout, t.placements if isinstance(t, DTensor) else None) for t in tensors]
+
+
+def _unfit(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
+    rows = local(parameter)
+    if rows.device.type not in ("cpu", "cuda") or rows.dtype not in DTYPES:
+        return f"a parameter of shape {tuple(parameter.shape)} of {rows.dtype} on {rows.device.type}"
+    states = (local(value) for key, value in state.items() if key != "step" and isinstance(value, Tensor))
+    if not all(v.is_contiguous() and v.shape == rows.shape for v in (rows, *states)):
+        return f"a parameter of shape {tuple(rows.shape)} that, or whose state, is not contiguous or of that shape"
+    return ""
+
+
+@torch.no_grad()
+def take(
+    optimizer: Optimizer, family: Family, gradients: Callable[[], Gradients] = Gradients, interpret: bool = False
+) -> str:
+    """An optimizer's step; or why it was not taken, and nothing was touched: what of all that it steps is not of a kind, or
+    does not lie, as the kernels need it.
+
+    gradients: asked for what happens to them once that is known. interpret: as on a GPU, on the CPU by Triton's interpreter;
+    for tests.
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    seen, held = _seen(optimizer, stepped), _held.get(optimizer)
+    if held is None or not held.holds(seen):
+        reason = next((r for p in stepped if (r := _unfit(p, optimizer.state.get(p, {})))), "")
+        held = Held(seen, _kinds(stepped), [] if reason else _launches(optimizer, family))
+    else:
+        reason = ""
+    if reason or (reason := _unfit_gradients(stepped, held.kinds)):
+        return reason
+    _run(optimizer, family, held.launches, gradients(), interpret)
+    if not any(launch.first for launch in held.launches):
+        _held[optimizer] = held
+    return ""
+
+
+def _unfit_gradients(stepped: Sequence[nn.Parameter], kinds: list[tuple[Any, ...]]) -> str:
+    given = _kinds([p.grad for p in stepped])
+    if given == kinds:
+        return ""
+    i = next(i for i, (ours, its) in enumerate(zip(kinds, given)) if ours != its)
+    return f"a parameter of shape {tuple(stepped[i].shape)}, {kinds[i]}, with a gradient that is {given[i]}"
+
+
+def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients: Gradients, interpret: bool) -> None:
+    for launch in launches:
+        if launch.first and gradients.infinite is not None and bool(gradients.infinite):
+            continue  # state begins with the first step that is taken
+        rows = _with_state(optimizer, family, launch) if launch.first else launch.rows
+        rows.grads = [local(p.grad) for p in launch.parameters]
+        options = {**launch.options, **family.first} if launch.first else launch.options
+        if rows.steps:
+            torch_internals.add_to_each(rows.steps, 1.0 if gradients.infinite is None else 1.0 - gradients.infinite)
+        if rows.params[0].device.type == "cpu" and not interpret:
+            _on_cpu(family, options, rows, gradients)
+        else:
+            _on_gpu(family, options, rows, gradients, interpret)
+        rows.grads = []  # which belong to the user
+
+
+def keys_of(step: Rule) -> tuple[str, ...]:
+    """Of what is kept of a parameter."""
+    return (*(("step",) if step.counts_steps else ()), *step.states)
+
+
+def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
+    """Of one device and dtypes each."""
+    launches: dict[Any, Launch] = {}
+    for i, options in enumerate(optimizer.param_groups):
+        keys = keys_of(family.rule(options))
+        for parameter in (p for p in options["params"] if p.grad is not None):
+            state = optimizer.state.get(parameter, {})
+            first = any(state.get(key) is None for key in keys)
+            dtypes = () if first else tuple(state[key].dtype for key in keys)
+            kind = (i, first, parameter.device, parameter.dtype, dtypes)
+            launch = launches.setdefault(kind, Launch(options, first))
+            launch.parameters.append(parameter)
+            if not first:
+                _add(launch.rows, parameter, {key: state[key] for key in keys})
+    return list(launches.values())
+
+
+def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
+    """Of parameters that have none yet: zeros."""
+    rows = Rows()
+    for parameter in launch.parameters:
+        state = optimizer.state[parameter]
+        state.update({key: _zeros(parameter, key) for key in keys_of(family.rule(launch.options))})
+        _add(rows, parameter, state)
+    return rows
+
+
+def _add(rows: Rows, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    rows.params.append(local(parameter))
+    for key, value in state.items():
+        (rows.steps if key == "step" else rows.states[key]).append(local(value))
+
+
+def _zeros(parameter: nn.Parameter, key: str) -> Tensor:
+    rows = local(parameter)
+    if key == "step":
+        return torch.zeros((), dtype=torch.float32, device=rows.device)
+    zeros = torch.zeros_like(rows)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    return dtensor_of(zeros, parameter, parameter.device_mesh, parameter.placements)
+
+
+def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:
+    if family.on_cpu is not None:
+        family.on_cpu(rows, options, gradients)
+    elif gradients.infinite is None or not bool(gradients.infinite):
+        _by_formulas(family.rule(options), family.settings(options), rows, gradients.scale)
+
+
+def _by_formulas(step: Rule, settings: dict[str, float], rows: Rows, scale: Tensor | None) -> None:
+    """Operation by operation, one parameter after the other."""
+    for i, param in enumerate(rows.params):
+        grad = rows.grads[i] if scale is None else rows.grads[i] / scale
+        states = {key: values[i] for key, values in rows.states.items()}
+        after = evaluate(step, {**settings, **states, "param": param, "grad": grad})
+        for name in step.written:
+            {**states, "param": param}[name].copy_(after[name])
+
+
+def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, interpret: bool) -> None:
+    step, device = family.rule(options), rows.params[0].device
+    scale, infinite = (None if t is None else t.to(device, torch.float32) for t in (gradients.scale, gradients.infinite))
+    columns = {"param": rows.params, "grad": [grad.contiguous() for grad in rows.grads], **rows.states}
+    kernel = Kernel(step, tuple(values[0].dtype for values in columns.values()), scale is not None, infinite is not None)
+    counted = torch.stack(rows.steps) if rows.steps else None
+    multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret)
+
+
+# --- in the place of torch.optim's own step
+
+asked_for: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.WeakKeyDictionary()
+
+
+def steps_itself(optimizer: Optimizer) -> bool:
+    """True of autoshard's own."""
+    return isinstance(getattr(optimizer, "family", None), Family)
+
+
+def gradients_of(optimizer: Optimizer) -> Gradients:
+    """With what GradScaler left on the optimizer, if it did."""
+    return Gradients(_whole(getattr(optimizer, "grad_scale", None)), _whole(getattr(optimizer, "found_inf", None)))
+
+
+def _whole(number: Tensor | None) -> Tensor | None:
+    return number.full_tensor() if isinstance(number, DTensor) else number
+
+
+def unfusable(optimizer: Optimizer) -> str:
+    """Why its steps cannot be taken for it; "" if they can. A subclass of torch's may do anything in its step."""
+    if type(optimizer) not in FAMILIES:
+        return f"legal: {', '.join(sorted(kind.__name__ for kind in FAMILIES))} of torch.optim"
+    chosen = [n for n in ("differentiable", "capturable", "foreach") if any(g.get(n) for g in optimizer.param_groups)]
+    return f"{chosen[0]}=True says how it steps" if chosen else ""
+
+
+def before_step(optimizer: Optimizer, closure: bool) -> bool:
+    """Takes the step that is about to begin, if it can, and leaves torch's own nothing to do. True if it did."""
+    if closure or unfusable(optimizer) or torch_internals.has_step_hooks(optimizer):
+        return False
+    if take(optimizer, FAMILIES[type(optimizer)]):
+        return False
+    _out[optimizer] = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return True
+
+
+def after_step(optimizer: Optimizer) -> None:
+    """To be called just after it."""
+    for group, parameters in zip(optimizer.param_groups, _out.pop(optimizer, [])):
+        group["params"] = parameters

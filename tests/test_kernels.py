@@ -1,0 +1,226 @@
+"""Formulas of optimizers and the kernels that are generated from them, run by Triton's interpreter and compiled for GPUs."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn, optim
+
+from autoshard.kernels import rule
+from autoshard.kernels.multi_tensor import BLOCK, CHUNK, Kernel
+from autoshard.kernels.rule import Rule
+from autoshard.kernels.source import load
+from autoshard.optim import Lion
+from autoshard.runtime import fused_step
+from autoshard.runtime.fused_step import FAMILIES, LION, Family, Gradients
+from tests.small import in_full
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    return
+
+
+# --- against torch
+
+
+OPTIONS: dict[type[optim.Optimizer], dict[str, st.SearchStrategy[Any]]] = {
+    optim.AdamW: {"weight_decay": st.sampled_from([0.0, 0.1]), "amsgrad": st.booleans(), "maximize": st.booleans()},
+    optim.Adam: {"weight_decay": st.sampled_from([0.0, 0.1]), "amsgrad": st.booleans(), "maximize": st.booleans()},
+    optim.SGD: {
+        "momentum": st.sampled_from([0.0, 0.9]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+        "dampening": st.sampled_from([0.0, 0.5]),
+        "maximize": st.booleans(),
+    },
+}
+LENGTHS = st.lists(st.sampled_from([0, 1, 7, 16, 48, BLOCK, CHUNK + 3]), min_size=1, max_size=4)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+# Half the distance between two numbers; all of it in bfloat16, which the interpreter cuts off where a GPU rounds.
+EPSILON = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+
+
+def parameters(lengths: list[int], dtype: torch.dtype) -> list[nn.Parameter]:
+    """The last lies where no 16 bytes begin; one of no dimensions where the length is 1."""
+    drawn = torch.Generator().manual_seed(sum(lengths))
+    values = [torch.randn(n + 1, generator=drawn, dtype=torch.float64).to(dtype)[1:] for n in lengths]
+    return [nn.Parameter(v.reshape(()) if len(v) == 1 else v) for v in values]
+
+
+def gradients(ps: list[nn.Parameter], step: int) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=drawn, dtype=torch.float64).to(p.dtype) for p in ps]
+
+
+def double_of(ps: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().double().clone()) for p in ps]
+
+
+def steps(optimizer: optim.Optimizer, ps: list[nn.Parameter], at: int, family: Family | None, scale: float = 1.0) -> None:
+    """One step of `optimizer`; by our kernel where a family is given."""
+    for p, grad in zip(ps, gradients(ps, at)):
+        p.grad = grad * scale
+    if family is None:
+        optimizer.step()
+    else:
+        scaled = Gradients(torch.tensor(scale)) if scale != 1.0 else Gradients()
+        assert not fused_step.take(optimizer, family, lambda: scaled, interpret=True)
+
+
+def worst(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> float:
+    return max((apart(a.detach(), b.detach()) for a, b in zip(ours, theirs)), default=0.0)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to one or what it should be."""
+    return float(((a.double() - b).abs() / (1 + b.abs())).max()) if a.numel() else 0.0
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@settings(deadline=None, max_examples=12)
+@given(data=st.data(), lengths=LENGTHS, dtype=DTYPES, scale=st.sampled_from([1.0, 8.0]))
+def test_kernels_step_as_torch_does_in_float64(
+    kind: type[optim.Optimizer], data: st.DataObject, lengths: list[int], dtype: torch.dtype, scale: float
+) -> None:
+    options = {name: data.draw(values, name) for name, values in OPTIONS[kind].items()}
+    if options.get("momentum") and not options["dampening"]:
+        options["nesterov"] = data.draw(st.booleans(), "nesterov")
+    ours = parameters(lengths, dtype)
+    optimizer = kind(ours, lr=0.01, **options)  # type: ignore[call-arg]
+    for at in range(3):
+        theirs = double_of(ours)
+        reference = kind(theirs, lr=0.01, **options)  # type: ignore[call-arg]
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as float64
+        steps(optimizer, ours, at, FAMILIES[kind], scale)
+        for p, grad in zip(theirs, gradients(ours, at)):
+            p.grad = grad.double()
+        reference.step()
+        assert worst(ours, theirs) <= EPSILON[dtype]
+        for p, whole in zip(ours, theirs):
+            for key, value in optimizer.state[p].items():
+                assert apart(value, reference.state[whole][key]) <= EPSILON[dtype], key
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, in_full(optim.Adam), in_full(optim.SGD)])
+def test_a_hundred_steps_are_torchs(kind: type[optim.Optimizer]) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if kind is optim.SGD else {}
+    ours = parameters([40, 33], torch.float32)
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer, reference = (kind(ps, lr=0.01, weight_decay=0.1, **options) for ps in (ours, theirs))  # type: ignore[call-arg]
+    for at in range(100):
+        steps(optimizer, ours, at, FAMILIES[kind])
+        steps(reference, theirs, at, None)
+    assert worst(ours, theirs) <= 1e-6
+    states = zip(optimizer.state.values(), reference.state.values())
+    assert all(a.keys() == b.keys() for a, b in states)
+
+
+def lion_by_hand(p: Tensor, mean: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The paper's algorithm 2."""
+    towards = (0.9 * mean + 0.1 * grad).sign()
+    return p - 0.01 * (towards + 0.1 * p), 0.99 * mean + 0.01 * grad
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_lion(interpret: bool) -> None:
+    ours = parameters([40, 1, 33], torch.float32)
+    optimizer = Lion(ours, lr=0.01, weight_decay=0.1)
+    expected = [(p.detach().double(), torch.zeros_like(p, dtype=torch.float64)) for p in ours]
+    for at in range(5):
+        for p, grad in zip(ours, gradients(ours, at)):
+            p.grad = grad
+        assert not fused_step.take(optimizer, LION, interpret=interpret)
+        expected = [lion_by_hand(p, m, g.double()) for (p, m), g in zip(expected, gradients(ours, at))]
+    assert worst(ours, [nn.Parameter(p) for p, _ in expected]) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_an_infinite_gradient_leaves_everything(kind: type[optim.Optimizer]) -> None:
+    ours = parameters([40], torch.float32)
+    optimizer = kind(ours, lr=0.01)  # type: ignore[call-arg]
+    for begun in (False, True):
+        before, state = ours[0].detach().clone(), {k: v.clone() for k, v in optimizer.state[ours[0]].items()}
+        ours[0].grad = torch.full_like(ours[0], torch.inf)
+        assert not fused_step.take(optimizer, FAMILIES[kind], lambda: Gradients(torch.tensor(2.0), torch.tensor(1.0)), interpret=True)
+        assert torch.equal(ours[0], before)
+        assert all(torch.equal(v, state[k]) for k, v in optimizer.state[ours[0]].items()), begun
+        steps(optimizer, ours, 0, FAMILIES[kind])
+
+
+def test_a_gradient_that_is_no_number_shows() -> None:
+    ours = parameters([40], torch.float32)
+    ours[0].grad = torch.full_like(ours[0], torch.nan)
+    assert not fused_step.take(optim.AdamW(ours), FAMILIES[optim.AdamW], interpret=True)
+    assert bool(ours[0].isnan().all())
+
+
+# --- on GPUs
+
+
+RULES: dict[str, Rule] = {
+    "adamw": rule.adam(decoupled=True, weight_decay=True, amsgrad=False, maximize=False),
+    "amsgrad": rule.adam(decoupled=False, weight_decay=True, amsgrad=True, maximize=True),
+    "sgd": rule.sgd(weight_decay=True, momentum=True, nesterov=True, maximize=False),
+    "lion": rule.lion(weight_decay=True, maximize=False),
+}
+
+
+def compiled(kernel: Kernel, capability: int) -> Any:
+    """What Triton makes of it for a GPU that need not be there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = load(kernel.rule.name, kernel.source())
+    signature = {"settings": "*fp64", "steps": "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
+    constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "ALIGNED": True}
+    signature |= dict.fromkeys(constants, "constexpr")
+    divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)}
+    source = ASTSource(function, signature, constexprs=constants, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+def spilled(made: Any, folder: Path) -> int:
+    """Bytes of a thread's that are not in registers."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(?:STACK|LOCAL):(\d+)", said)
+    assert found, said
+    return sum(map(int, found))
+
+
+CASES = [(name, capability) for name in RULES for capability in (80, 90)]
+ALWAYS = {("adamw", 80), ("amsgrad", 90)}
+
+
+@pytest.mark.parametrize(("name", "capability"), [case if case in ALWAYS else in_full(*case) for case in CASES])
+@pytest.mark.parametrize("dtype", [torch.float32, in_full(torch.bfloat16), in_full(torch.float64)])
+def test_kernels_compile_for_gpus_and_stay_in_registers(
+    name: str, capability: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    dtypes = (dtype,) * (2 + len(RULES[name].states))
+    made = compiled(Kernel(RULES[name], dtypes, scaled=True, checked=True, copied=torch.bfloat16), capability)
+    assert "cubin" in made.asm
+    assert spilled(made, tmp_path) == 0
+    assert re.search(r"ld\.global\.v[24]", made.asm["ptx"])  # 16 bytes at once
+
+
+def test_the_source_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel = Kernel(RULES["lion"], (torch.float32,) * 3)
+    load.__wrapped__("lion", kernel.source())
+    (file,) = (tmp_path / "autoshard" / "kernels").iterdir()
+    assert file.read_text() == kernel.source() and "tl.where(towards > 0" in kernel.source()
