@@ -40,7 +40,9 @@ class _Fused(Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ConfigError(f"max_norm: {max_norm!r} is not legal; legal: None, or more than 0")
         self.max_norm = max_norm
-        torch_internals.takes_scaled_gradients(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_norm": self.max_norm}  # of a copy, which torch gives nothing else
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
@@ -61,8 +63,9 @@ class _Fused(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of this class, or of torch.optim's of the same name."""
-        _refuse_others(type(self).__name__, self.family, state_dict)
+        _refuse_others(self, state_dict)
         super().load_state_dict(state_dict)
+        fused_step.forget(self)
 
 
 def _clipped(optimizer: Optimizer, max_norm: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,17 +76,20 @@ def _clipped(optimizer: Optimizer, max_norm: float, scale: Tensor | None) -> tup
     return norm, over if scale is None else over * scale
 
 
-def _refuse_others(name: str, family: Family, state_dict: dict[str, Any]) -> None:
+def _refuse_others(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
+    kind = f"this state dict is not {type(optimizer).__name__}'s"
     for group in state_dict["param_groups"]:
         try:
-            keys = fused_step.keys_of(family.rule(group))
-            family.settings(group)
+            optimizer.family.settings(group)
         except KeyError as error:
-            raise ConfigError(f"this state dict is not {name}'s: a parameter group in it has no {error}") from error
+            raise ConfigError(f"{kind}: a parameter group in it has no {error}") from error
+        keys = optimizer.family.keys
         for index in group["params"]:
-            strange = set(state_dict["state"].get(index, {})) - set(keys)
-            if strange:
-                raise ConfigError(f"this state dict is not {name}'s: it has {min(strange)!r}, legal: {', '.join(keys)}")
+            if strange := set(state_dict["state"].get(index, {})) - set(keys):
+                raise ConfigError(f"{kind}: it has {min(strange)!r}, legal: {', '.join(keys)}")
+
+
+torch_internals.takes_scaled_gradients(_Fused)
 
 
 class AdamW(_Fused, optim.AdamW):

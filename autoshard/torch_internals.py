@@ -57,6 +57,7 @@ __all__ = [
     "boxed",
     "compile_with_inductor",
     "compiled_calls",
+    "each_divided",
     "emit_artifact",
     "fused_adam",
     "fused_sgd",
@@ -73,11 +74,13 @@ __all__ = [
     "leave_as_they_lie",
     "leave_open",
     "like_rows",
+    "norm_of_each",
     "original_of",
     "put_random_states_first",
     "recompile_limit",
     "rename",
     "restart_trace",
+    "rows_of_each",
     "share_memory",
     "suppressed_errors",
     "takes_scaled_gradients",
@@ -238,6 +241,22 @@ def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> No
     torch._foreach_add_(tensors, number)
 
 
+def rows_of_each(tensors: Sequence[Any]) -> list[Any]:
+    """This process's part of each DTensor among these, as the object that it holds. Seen: 2.11, 2.13."""
+    return [t._local_tensor for t in tensors if isinstance(t, DTensor)]
+
+
+def each_divided(tensors: list[torch.Tensor], by: torch.Tensor) -> list[torch.Tensor]:
+    """Many tensors divided by one number, in one launch. Seen: 2.11, 2.13."""
+    return list(torch._foreach_div(tensors, by))
+
+
+def norm_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norms of many tensors, in one launch, in float32 or better. Seen: 2.11, 2.13."""
+    precise = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+    return list(torch._foreach_norm(tensors, 2, dtype=precise))
+
+
 def fused_adam(tensors: tuple[list[torch.Tensor], ...], decoupled: bool, **options: Any) -> None:
     """torch's own fused step of Adam or AdamW: of parameters, gradients, means, squares, largest squares and steps that were
     counted already. Seen: 2.11, 2.13."""
@@ -249,10 +268,10 @@ def fused_sgd(tensors: tuple[list[torch.Tensor], ...], **options: Any) -> None:
     torch._fused_sgd_(*tensors, is_first_step=False, **options)
 
 
-def takes_scaled_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Has GradScaler leave unscaling and the skipping of a step to the optimizer, as it does with torch's fused ones: it
-    finds both as its attributes. Seen: 2.11, 2.13."""
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+def takes_scaled_gradients(kind: type[torch.optim.Optimizer]) -> None:
+    """Has GradScaler leave unscaling and the skipping of a step to optimizers of this class, as it does with torch's fused
+    ones: they find both as their attributes. Seen: 2.11, 2.13."""
+    kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def recompile_limit() -> int:

@@ -62,7 +62,7 @@ def accumulate(zero: int, silent: bool) -> tuple[Distance, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "silent"), [(1, True), (3, True), (1, False), *(in_full(*case) for case in ((0, True), (2, True), (0, False), (2, False), (3, False)))]
+    ("zero", "silent"), [(3, True), (1, False), *(in_full(*case) for case in ((1, True), (0, True), (2, True), (0, False), (2, False), (3, False)))]
 )
 def test_accumulation(two: Cluster, zero: int, silent: bool) -> None:
     for distance, inside_is in two.run(accumulate, zero, silent):

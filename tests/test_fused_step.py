@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn, optim
 
 import autoshard
 from autoshard.errors import ConfigError, UnsupportedError
+from autoshard.runtime import fused_step
 from autoshard.runtime.norm import norm_of
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
@@ -140,6 +142,52 @@ def test_a_closure_is_called_once_and_returned() -> None:
     assert not torch.equal(before, net.up.weight)
 
 
+@pytest.mark.parametrize("turned_on", ["amsgrad", "momentum"])
+def test_an_option_turned_on_later_counts_from_then_on(turned_on: str) -> None:
+    nets = [Net(), Net()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    kind = "AdamW" if turned_on == "amsgrad" else "SGD"
+    ours = getattr(autoshard.optim, kind)(nets[0].parameters(), lr=0.01)
+    theirs = getattr(optim, kind)(nets[1].parameters(), lr=0.01)
+    for step, x in enumerate((*ALONE, *ALONE)):
+        for net, optimizer in zip(nets, (ours, theirs)):
+            if step == 2:
+                optimizer.param_groups[0][turned_on] = True if turned_on == "amsgrad" else 0.9
+                for p in net.parameters() if turned_on == "amsgrad" and optimizer is theirs else ():
+                    theirs.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)  # which torch would miss
+            net(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(nets[0].parameters(), nets[1].parameters()))
+
+
+def test_a_copy_clips_too_and_goes_on() -> None:
+    net = Net()
+    optimizer = autoshard.optim.AdamW(net.parameters(), max_norm=LIMIT)
+    net(ALONE[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    copied = copy.deepcopy((net, optimizer))
+    for model, stepper in (copied, (net, optimizer)):
+        model(ALONE[1]).backward()
+        stepper.step()
+    assert copied[1].max_norm == LIMIT and torch.equal(copied[0].up.weight, net.up.weight)
+
+
+def test_the_checkpoint_of_an_older_torch_loads() -> None:
+    net = Net()
+    net(ALONE[0]).backward()
+    optimizer = optim.AdamW(net.parameters())
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["decoupled_weight_decay"]
+    ours = autoshard.optim.AdamW(net.parameters())
+    ours.load_state_dict(saved)
+    ours.step()
+    assert float(ours.state[net.up.weight]["step"]) == 2
+
+
 # --- torch.optim's
 
 
@@ -188,6 +236,103 @@ def test_fuse_goes_on_with_a_schedule_that_was_there() -> None:
             optimizer.zero_grad()
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(nets[0].parameters(), nets[1].parameters()))
     assert [g["params"] for g in optimizers[0].param_groups] == [list(nets[0].parameters())]
+
+
+def stepped_beside(change: Any, **options: Any) -> float:
+    """How far a fused optimizer is from torch's own after steps, of which `change` changes the model before the third."""
+    models = [nn.Conv2d(2, 3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [optim.AdamW(m.parameters(), lr=0.1, **options) for m in models]
+    autoshard.fuse(optimizers[0])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers):
+            if step == 2:
+                change(model)
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step * 9 + i)).to(p)
+            if step == 3:
+                model.weight.grad = model.weight.grad.transpose(2, 3)
+            optimizer.step()
+    return max(float((a - b).abs().max()) for a, b in zip(models[0].parameters(), models[1].parameters()))
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda m: None,
+    "layout": lambda m: m.to(memory_format=torch.channels_last),
+    "data": lambda m: setattr(m.weight, "data", m.weight.data + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_that_lies_elsewhere_is_stepped_there(change: str) -> None:
+    assert stepped_beside(CHANGES[change]) < 1e-5
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_scaler_and_torchs_own_fused_optimizer(infinite: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer, scaler = optim.SGD([parameter], lr=0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    autoshard.fuse(optimizer)
+    scaler.scale(parameter.sum() * (torch.inf if infinite else 1.0)).backward()
+    scaler.step(optimizer)
+    assert torch.allclose(parameter, torch.ones(3) if infinite else torch.full((3,), 0.9))
+
+
+def test_a_graph_of_before_the_step_does_not_go_backward() -> None:
+    net = Net()
+    optimizer = autoshard.optim.SGD(net.parameters(), lr=0.1)
+    loss = net(ALONE[0])
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_clipping_leaves_the_gradient_and_sees_large_half_ones() -> None:
+    for kind in (autoshard.optim.SGD, autoshard.optim.Lion):
+        parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        optimizer = kind([parameter], lr=1.0, max_norm=1.0)
+        optimizer.grad_scale = torch.tensor([65536.0])
+        parameter.grad = torch.full_like(parameter, 40000.0)
+        optimizer.step()
+        assert optimizer.norm is not None and abs(float(optimizer.norm) - 80000 / 65536) < 1e-3
+        assert bool((parameter != 1).all()) and bool((parameter.grad == 40000).all())
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_lion_shows_what_is_no_number(interpret: bool) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full_like(parameter, torch.nan)
+    assert not fused_step.take(autoshard.optim.Lion([parameter]), fused_step.LION, interpret=interpret)
+    assert bool(parameter.isnan().all())
+
+
+def test_its_own_state_dict_loads_after_momentum_was_turned_off() -> None:
+    net = Net()
+    net(ALONE[0]).backward()
+    optimizer = autoshard.optim.SGD(net.parameters(), momentum=0.9)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.0
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+
+
+def cast() -> tuple[bool, bool]:
+    """Rows that a cast puts elsewhere while the parameter stays the same object, and that steps go on with them."""
+    model, _, compiled = compiled_pair(config(3))
+    optimizer = autoshard.optim.AdamW(model.parameters())
+    for _ in range(2):
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+        optimizer.step()
+    parameter = model.up.weight
+    model.double().float()
+    before = whole(model.up.weight).detach().clone()
+    optimizer.step()
+    return parameter is model.up.weight, not torch.equal(before, whole(model.up.weight))
+
+
+def test_rows_that_are_elsewhere_are_stepped_there(two: Cluster) -> None:
+    assert two.run(cast) == [(True, True)] * 2
 
 
 # --- what is refused

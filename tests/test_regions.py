@@ -98,6 +98,7 @@ def _train(folder: Path) -> tuple[Distance, list[int]]:
     return distance, [r["ops"].get(str(REGION), 0) for r in records if r["pass"] == "inline_regions"]
 
 
+@pytest.mark.full
 @needs_regions
 def test_a_job_s_first_trace_on_shards_has_regions(two: Cluster, tmp_path: Path) -> None:
     """Later ones, at other lengths, do not; all have the numbers of the unsharded model."""

@@ -23,13 +23,14 @@ from autoshard.cost_model.timeline import slowed
 from autoshard.errors import PlanError, SweepError
 from autoshard.forecast import Forecaster
 from autoshard.plan import Plan
-from autoshard.planning import first_look
+from autoshard.planning import as_it_will_step, first_look
 from autoshard.rehearsal import prepare
 from autoshard.report import rendered
 from autoshard.sweep_report import sweep_tables
 from tests.models import ConvNet, gpt2, llama
 
 TWO = Cluster(1, 2, DEVICES["cpu"])
+STEPPED = as_it_will_step(NAMED["adamw"], Config(), TWO)
 POINTS = [(1, 12), (2, 7), (5, 12), (3, 31)]
 
 
@@ -95,7 +96,7 @@ def _traced(name: str, plan: Plan, codegen: Any, batch: int, sequence: int) -> P
     build, inputs = MODELS[name]
     torch.compiler.reset()
     captured = capture(build(), inputs(batch, sequence))
-    return Forecaster(captured, NAMED["adamw"], TWO, codegen == "inductor")(plan)
+    return Forecaster(captured, STEPPED, TWO, codegen == "inductor")(plan)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> No
 
 def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
     captured = capture(Small(), _tokens(4, 16), open=True)
-    forecaster = Forecaster(captured, NAMED["adamw"], TWO, inductor=False)
+    forecaster = Forecaster(captured, STEPPED, TWO, inductor=False)
     for way in _swept("small", "eager").ways:
         curve, schedule = forecaster.costs(way.plan)
         predicted = forecaster(way.plan).predicted

@@ -519,7 +519,7 @@ class Recording(torch.optim.Optimizer):
 def test_a_scaler_leaves_scaled_gradients_to_an_optimizer_that_takes_them() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = Recording(parameter), torch.amp.GradScaler("cpu", init_scale=8.0)
-    torch_internals.takes_scaled_gradients(optimizer)
+    torch_internals.takes_scaled_gradients(Recording)
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert optimizer.found == [(8.0, 0.0)]

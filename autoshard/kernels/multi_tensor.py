@@ -9,6 +9,7 @@ is told so and moves 16 bytes at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class Kernel:
         """Whether it computes in float64."""
         return torch.float64 in self.dtypes
 
+    @functools.cache  # noqa: B019  # there are few, and they are kept anyway
     def source(self) -> str:
         """The kernel, as a module of Python."""
         return "\n".join([_HEAD, *self._signature(), *_indented(1, self._prologue()), *_indented(2, self._body()), ""])

@@ -129,5 +129,10 @@ def evaluate(rule: Rule, values: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _callable(formula: Expr, names: tuple[str, ...], of: str) -> Callable[..., Any]:
-    made: Callable[..., Any] = lambdify(names, formula, modules=of)
+    made: Callable[..., Any] = lambdify(names, formula, modules=[{"sign": _sign}, of] if formula.has(sign) else of)
     return made
+
+
+def _sign(x: Any) -> Any:
+    """NaN of NaN, which torch takes for 0."""
+    return x.sign().where(x == x, x)

@@ -22,9 +22,7 @@ def load(name: str, text: str, interpret: bool = False) -> Any:
     """
     import triton
 
-    path = cache_folder() / "kernels" / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
-    if not path.exists() or path.read_text() != text:
-        _write(path, text)
+    path = _file(f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py", text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,6 +30,18 @@ def load(name: str, text: str, interpret: bool = False) -> Any:
         triton.knobs.runtime.interpret = interpret
         spec.loader.exec_module(module)
     return getattr(module, name)
+
+
+def _file(name: str, text: str) -> Path:
+    """In the cache, or where that cannot be written to, in a folder of this process."""
+    path = cache_folder() / "kernels" / name
+    try:
+        if not path.exists() or path.read_text() != text:
+            _write(path, text)
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="autoshard_")) / name
+        path.write_text(text)
+    return path
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,7 +13,9 @@ import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -53,13 +55,14 @@ class Rows:
 class Family:
     """A kind of optimizer, by the options of a parameter group.
 
-    settings: the numbers in its formulas. on_cpu: torch's fused function; None where torch has none. first: options that
-    hold in a parameter's first step.
+    keys: of all that may be kept of a parameter. settings: the numbers in its formulas. on_cpu: torch's fused function; None
+    where torch has none. first: options that hold in a parameter's first step.
     """
 
+    keys: tuple[str, ...]
     rule: Callable[[Options], Rule]
     settings: Callable[[Options], dict[str, float]]
-    on_cpu: Callable[[Rows, Options, Gradients], None] | None
+    on_cpu: Callable[[Rows, Options, Tensor | None], None] | None
     first: Options = field(default_factory=dict)
 
 
@@ -69,7 +72,7 @@ class Family:
 def _adam_rule(options: Options) -> Rule:
     return rule.adam(
         decoupled=options["decoupled_weight_decay"],
-        weight_decay=options["weight_decay"] != 0,
+        weight_decay=bool(options["weight_decay"] != 0),
         amsgrad=options["amsgrad"],
         maximize=options["maximize"],
     )
@@ -80,24 +83,23 @@ def _adam_settings(options: Options) -> dict[str, float]:
     return {**_numbers(options, "lr", "weight_decay", "eps"), "beta1": beta1, "beta2": beta2}
 
 
-def _adam_on_cpu(rows: Rows, options: Options, gradients: Gradients) -> None:
+def _adam_on_cpu(rows: Rows, options: Options, infinite: Tensor | None) -> None:
     beta1, beta2 = options["betas"]
-    states = [rows.states[key] for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+    states = [rows.states.get(key, []) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
     torch_internals.fused_adam(
         (rows.params, rows.grads, *states, rows.steps),
         decoupled=options["decoupled_weight_decay"],
         beta1=beta1,
         beta2=beta2,
-        grad_scale=gradients.scale,
-        found_inf=gradients.infinite,
+        found_inf=infinite,
         **{name: options[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")},
     )
 
 
 def _sgd_rule(options: Options) -> Rule:
     return rule.sgd(
-        weight_decay=options["weight_decay"] != 0,
-        momentum=options["momentum"] != 0,
+        weight_decay=bool(options["weight_decay"] != 0),
+        momentum=bool(options["momentum"] != 0),
         nesterov=options["nesterov"],
         maximize=options["maximize"],
     )
@@ -107,17 +109,16 @@ def _sgd_settings(options: Options) -> dict[str, float]:
     return _numbers(options, "lr", "weight_decay", "momentum", "dampening")
 
 
-def _sgd_on_cpu(rows: Rows, options: Options, gradients: Gradients) -> None:
+def _sgd_on_cpu(rows: Rows, options: Options, infinite: Tensor | None) -> None:
     torch_internals.fused_sgd(
-        (rows.params, rows.grads, rows.states["momentum_buffer"]),
-        grad_scale=gradients.scale,
-        found_inf=gradients.infinite,
+        (rows.params, rows.grads, rows.states.get("momentum_buffer", [])),
+        found_inf=infinite,
         **{name: options[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")},
     )
 
 
 def _lion_rule(options: Options) -> Rule:
-    return rule.lion(weight_decay=options["weight_decay"] != 0, maximize=options["maximize"])
+    return rule.lion(weight_decay=bool(options["weight_decay"] != 0), maximize=options["maximize"])
 
 
 def _lion_settings(options: Options) -> dict[str, float]:
@@ -129,9 +130,9 @@ def _numbers(options: Options, *names: str) -> dict[str, float]:
     return {name: float(options[name]) for name in names}
 
 
-ADAM = Family(_adam_rule, _adam_settings, _adam_on_cpu)
-SGD = Family(_sgd_rule, _sgd_settings, _sgd_on_cpu, {"dampening": 0.0})
-LION = Family(_lion_rule, _lion_settings, None)
+ADAM = Family(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), _adam_rule, _adam_settings, _adam_on_cpu)
+SGD = Family(("momentum_buffer",), _sgd_rule, _sgd_settings, _sgd_on_cpu, {"dampening": 0.0})
+LION = Family(("exp_avg",), _lion_rule, _lion_settings, None)
 FAMILIES: dict[type[Optimizer], Family] = {optim.Adam: ADAM, optim.AdamW: ADAM, optim.SGD: SGD}
 
 
@@ -158,17 +159,20 @@ class Held:
     launches: list[Launch]
 
     def holds(self, seen: list[Any]) -> bool:
-        """Whether these are the same objects."""
-        return len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen))
+        """Whether these are the same objects, which lie as they did."""
+        same = len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen))
+        return same and all(map(Tensor.is_contiguous, (p for launch in self.launches for p in launch.rows.params)))
 
 
 _held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
 
 
-def _seen(optimizer: Optimizer, stepped: list[nn.Parameter]) -> list[Any]:
-    """All objects that the layout of its step depends on."""
-    values = itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
-    return [*stepped, *optimizer.param_groups, *values]
+def _seen(optimizer: Optimizer, family: Family, stepped: list[nn.Parameter]) -> list[Any]:
+    """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
+    moved or cast stays itself and gets other rows."""
+    values = list(itertools.chain.from_iterable(map(dict.values, optimizer.state.values())))
+    groups, rows = optimizer.param_groups, torch_internals.rows_of_each([*stepped, *values])
+    return [*stepped, *groups, *map(family.rule, groups), *values, *rows]
 
 
 def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -180,6 +184,8 @@ def _unfit(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
     rows = local(parameter)
     if rows.device.type not in ("cpu", "cuda") or rows.dtype not in DTYPES:
         return f"a parameter of shape {tuple(parameter.shape)} of {rows.dtype} on {rows.device.type}"
+    if rows.is_cuda and find_spec("triton") is None:
+        return "on a GPU without Triton"
     states = (local(value) for key, value in state.items() if key != "step" and isinstance(value, Tensor))
     if not all(v.is_contiguous() and v.shape == rows.shape for v in (rows, *states)):
         return f"a parameter of shape {tuple(rows.shape)} that, or whose state, is not contiguous or of that shape"
@@ -197,7 +203,7 @@ def take(
     for tests.
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    seen, held = _seen(optimizer, stepped), _held.get(optimizer)
+    seen, held = _seen(optimizer, family, stepped), _held.get(optimizer)
     if held is None or not held.holds(seen):
         reason = next((r for p in stepped if (r := _unfit(p, optimizer.state.get(p, {})))), "")
         held = Held(seen, _kinds(stepped), [] if reason else _launches(optimizer, family))
@@ -206,6 +212,7 @@ def take(
     if reason or (reason := _unfit_gradients(stepped, held.kinds)):
         return reason
     _run(optimizer, family, held.launches, gradients(), interpret)
+    torch.autograd.graph.increment_version(stepped)  # so that a graph of before the step does not go backward unnoticed
     if not any(launch.first for launch in held.launches):
         _held[optimizer] = held
     return ""
@@ -224,7 +231,7 @@ def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients
         if launch.first and gradients.infinite is not None and bool(gradients.infinite):
             continue  # state begins with the first step that is taken
         rows = _with_state(optimizer, family, launch) if launch.first else launch.rows
-        rows.grads = [local(p.grad) for p in launch.parameters]
+        rows.grads = [local(p.grad).contiguous() for p in launch.parameters]
         options = {**launch.options, **family.first} if launch.first else launch.options
         if rows.steps:
             torch_internals.add_to_each(rows.steps, 1.0 if gradients.infinite is None else 1.0 - gradients.infinite)
@@ -248,29 +255,31 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
         for parameter in (p for p in options["params"] if p.grad is not None):
             state = optimizer.state.get(parameter, {})
             first = any(state.get(key) is None for key in keys)
+            if "step" in state:  # torch counts on the CPU where a step is not fused
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
             dtypes = () if first else tuple(state[key].dtype for key in keys)
             kind = (i, first, parameter.device, parameter.dtype, dtypes)
             launch = launches.setdefault(kind, Launch(options, first))
             launch.parameters.append(parameter)
             if not first:
-                _add(launch.rows, parameter, {key: state[key] for key in keys})
+                _add(launch.rows, parameter, state, keys)
     return list(launches.values())
 
 
 def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
-    """Of parameters that have none yet: zeros."""
-    rows = Rows()
+    """What is missing is zeros."""
+    rows, keys = Rows(), keys_of(family.rule(launch.options))
     for parameter in launch.parameters:
         state = optimizer.state[parameter]
-        state.update({key: _zeros(parameter, key) for key in keys_of(family.rule(launch.options))})
-        _add(rows, parameter, state)
+        state.update({key: _zeros(parameter, key) for key in keys if state.get(key) is None})
+        _add(rows, parameter, state, keys)
     return rows
 
 
-def _add(rows: Rows, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+def _add(rows: Rows, parameter: nn.Parameter, state: Mapping[str, Any], keys: Sequence[str]) -> None:
     rows.params.append(local(parameter))
-    for key, value in state.items():
-        (rows.steps if key == "step" else rows.states[key]).append(local(value))
+    for key in keys:
+        (rows.steps if key == "step" else rows.states[key]).append(local(state[key]))
 
 
 def _zeros(parameter: nn.Parameter, key: str) -> Tensor:
@@ -285,7 +294,9 @@ def _zeros(parameter: nn.Parameter, key: str) -> Tensor:
 
 def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:
     if family.on_cpu is not None:
-        family.on_cpu(rows, options, gradients)
+        if gradients.scale is not None:  # torch would leave its quotient in p.grad
+            rows.grads = torch_internals.each_divided(rows.grads, gradients.scale)
+        family.on_cpu(rows, options, gradients.infinite)
     elif gradients.infinite is None or not bool(gradients.infinite):
         _by_formulas(family.rule(options), family.settings(options), rows, gradients.scale)
 
@@ -293,20 +304,28 @@ def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) 
 def _by_formulas(step: Rule, settings: dict[str, float], rows: Rows, scale: Tensor | None) -> None:
     """Operation by operation, one parameter after the other."""
     for i, param in enumerate(rows.params):
-        grad = rows.grads[i] if scale is None else rows.grads[i] / scale
-        states = {key: values[i] for key, values in rows.states.items()}
-        after = evaluate(step, {**settings, **states, "param": param, "grad": grad})
+        kept = {"param": param, **{key: values[i] for key, values in rows.states.items()}}
+        precise = param.dtype if param.dtype is torch.float64 else torch.float32
+        before = {name: value.to(precise) for name, value in kept.items()}
+        grad = rows.grads[i].to(precise)
+        after = evaluate(step, {**settings, **before, "grad": grad if scale is None else grad / scale})
         for name in step.written:
-            {**states, "param": param}[name].copy_(after[name])
+            kept[name].copy_(after[name])
 
 
 def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, interpret: bool) -> None:
     step, device = family.rule(options), rows.params[0].device
     scale, infinite = (None if t is None else t.to(device, torch.float32) for t in (gradients.scale, gradients.infinite))
-    columns = {"param": rows.params, "grad": [grad.contiguous() for grad in rows.grads], **rows.states}
+    columns = {"param": rows.params, "grad": rows.grads, **rows.states}
     kernel = Kernel(step, tuple(values[0].dtype for values in columns.values()), scale is not None, infinite is not None)
     counted = torch.stack(rows.steps) if rows.steps else None
-    multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
+        multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """Lets go of the tensors that the optimizer had."""
+    _held.pop(optimizer, None)
 
 
 # --- in the place of torch.optim's own step
@@ -326,7 +345,9 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
 
 
 def _whole(number: Tensor | None) -> Tensor | None:
-    return number.full_tensor() if isinstance(number, DTensor) else number
+    if number is None:
+        return None
+    return (number.full_tensor() if isinstance(number, DTensor) else number).reshape(())
 
 
 def unfusable(optimizer: Optimizer) -> str:
@@ -341,7 +362,7 @@ def before_step(optimizer: Optimizer, closure: bool) -> bool:
     """Takes the step that is about to begin, if it can, and leaves torch's own nothing to do. True if it did."""
     if closure or unfusable(optimizer) or torch_internals.has_step_hooks(optimizer):
         return False
-    if take(optimizer, FAMILIES[type(optimizer)]):
+    if take(optimizer, FAMILIES[type(optimizer)], lambda: gradients_of(optimizer)):
         return False
     _out[optimizer] = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

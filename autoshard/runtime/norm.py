@@ -9,29 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.utils import get_total_norm
 
+from autoshard import torch_internals
 from autoshard.runtime.dtensors import local
 
 
 @torch.no_grad()
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all of them together: one number, the same on all processes. A collective for each way they lie.
+    """The 2-norm of all of them together: one float32, the same on all processes. A collective for each way they lie.
 
     Rows are taken as plain tensors: an operation on a thousand DTensors at once takes seconds to find out how they lie.
     """
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        alike[(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None].append(tensor)
+        lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        alike[(tensor.device, tensor.dtype, lies)].append(tensor)
     squares = [_square(together) for together in alike.values()]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return torch.stack(squares).sum().sqrt().float() if squares else torch.zeros(())
 
 
 def _square(alike: list[Tensor]) -> Tensor:
     """The square of the norm of tensors that lie the same way."""
-    norm = get_total_norm([local(tensor) for tensor in alike])
-    first, square = alike[0], norm.float() ** 2
+    norms = torch_internals.norm_of_each([local(tensor) for tensor in alike])
+    first, square = alike[0], torch.stack(norms).double().square().sum()
     if not isinstance(first, DTensor):
         return square
-    parts = [Partial() if placement.is_shard() else Replicate() for placement in first.placements]
+    parts = [Replicate() if placement.is_replicate() else Partial() for placement in first.placements]
     return DTensor.from_local(square, first.device_mesh, parts, run_check=False).full_tensor()

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive
+from autoshard.runtime import fused_step
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 from autoshard.runtime.shard import full_value
@@ -106,6 +107,7 @@ class Repointer:
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._slots: dict[int, list[tuple[Optimizer, list[Any], int]]] = {}
         for optimizer in optimizers:
+            fused_step.forget(optimizer)
             for group in optimizer.param_groups:
                 for i, p in enumerate(group["params"]):
                     self._slots.setdefault(id(p), []).append((optimizer, group["params"], i))
