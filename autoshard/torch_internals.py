@@ -242,8 +242,8 @@ def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> No
 
 
 def rows_of_each(tensors: Sequence[Any]) -> list[Any]:
-    """This process's part of each DTensor among these, as the object that it holds. Seen: 2.11, 2.13."""
-    return [t._local_tensor for t in tensors if isinstance(t, DTensor)]
+    """This process's part of each of these, as the object that a DTensor holds; anything else as it is. Seen: 2.11, 2.13."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def each_divided(tensors: list[torch.Tensor], by: torch.Tensor) -> list[torch.Tensor]:

@@ -171,8 +171,8 @@ def _seen(optimizer: Optimizer, family: Family, stepped: list[nn.Parameter]) -> 
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
     moved or cast stays itself and gets other rows."""
     values = list(itertools.chain.from_iterable(map(dict.values, optimizer.state.values())))
-    groups, rows = optimizer.param_groups, torch_internals.rows_of_each([*stepped, *values])
-    return [*stepped, *groups, *map(family.rule, groups), *values, *rows]
+    groups, held = optimizer.param_groups, [*stepped, *values]
+    return [*groups, *map(family.rule, groups), *held, *torch_internals.rows_of_each(held)]
 
 
 def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -231,7 +231,7 @@ def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients
         if launch.first and gradients.infinite is not None and bool(gradients.infinite):
             continue  # state begins with the first step that is taken
         rows = _with_state(optimizer, family, launch) if launch.first else launch.rows
-        rows.grads = [local(p.grad).contiguous() for p in launch.parameters]
+        rows.grads = [grad.contiguous() for grad in torch_internals.rows_of_each([p.grad for p in launch.parameters])]
         options = {**launch.options, **family.first} if launch.first else launch.options
         if rows.steps:
             torch_internals.add_to_each(rows.steps, 1.0 if gradients.infinite is None else 1.0 - gradients.infinite)
