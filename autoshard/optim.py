@@ -70,8 +70,8 @@ class _Fused(Optimizer):
 
 def _clipped(optimizer: Optimizer, max_norm: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """(the gradients' norm, what to divide them by)."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = norm_of(grads) if scale is None else norm_of(grads) / scale
+    norm = norm_of(p.grad for p in fused_step.stepped_by(optimizer) if p.grad is not None)
+    norm = norm if scale is None else norm / scale
     over = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     return norm, over if scale is None else over * scale
 

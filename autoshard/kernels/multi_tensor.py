@@ -24,7 +24,7 @@ from autoshard.kernels.rule import Formulas, Rule
 CHUNK = 1 << 14  # numbers that one program goes through
 BLOCK = 1 << 10  # numbers that it has in registers at a time
 _ALIGNED = 16  # bytes of an address, and numbers of a length
-_TYPES = {
+TYPES = {
     torch.float32: "tl.float32",
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
@@ -84,7 +84,7 @@ class Kernel:
     def _addresses(self) -> Iterator[str]:
         types = (*self.dtypes, *([self.copied] if self.copied else ()))
         for i, (name, dtype) in enumerate(zip(self.columns, types), 1):
-            yield f"{name}_at = tl.load(row + {i}).to(tl.pointer_type({_TYPES[dtype]}))"
+            yield f"{name}_at = tl.load(row + {i}).to(tl.pointer_type({TYPES[dtype]}))"
         yield "if ALIGNED:"
         yield f"    count = tl.multiple_of(count, {_ALIGNED})"
         yield from (f"    {name}_at = tl.multiple_of({name}_at, {_ALIGNED})" for name in self.columns)

@@ -33,9 +33,10 @@ class Rule:
     formulas: Formulas
 
     @property
-    def counts_steps(self) -> bool:
-        """Whether its numbers change with the steps that were taken."""
-        return any(_STEP in formula.free_symbols for _, formula in self.scalars)
+    def keys(self) -> tuple[str, ...]:
+        """Of all that is kept of a parameter: `step` too, where numbers change with the steps that were taken."""
+        counts = any(_STEP in formula.free_symbols for _, formula in self.scalars)
+        return (*(("step",) if counts else ()), *self.states)
 
     @property
     def written(self) -> tuple[str, ...]:

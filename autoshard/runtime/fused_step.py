@@ -27,9 +27,8 @@ from autoshard import torch_internals
 from autoshard.kernels import multi_tensor, rule
 from autoshard.kernels.multi_tensor import Kernel, Tensors
 from autoshard.kernels.rule import Rule, evaluate
-from autoshard.runtime.dtensors import dtensor_of, local
+from autoshard.runtime.dtensors import local
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Options = Mapping[str, Any]  # of a parameter group
 
 
@@ -167,6 +166,11 @@ class Held:
 _held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
 
 
+def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters that a step changes: those with a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def _seen(optimizer: Optimizer, family: Family, stepped: list[nn.Parameter]) -> list[Any]:
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
     moved or cast stays itself and gets other rows."""
@@ -182,7 +186,7 @@ def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
     rows = local(parameter)
-    if rows.device.type not in ("cpu", "cuda") or rows.dtype not in DTYPES:
+    if rows.device.type not in ("cpu", "cuda") or rows.dtype not in multi_tensor.TYPES:
         return f"a parameter of shape {tuple(parameter.shape)} of {rows.dtype} on {rows.device.type}"
     if rows.is_cuda and find_spec("triton") is None:
         return "on a GPU without Triton"
@@ -202,7 +206,7 @@ def take(
     gradients: asked for what happens to them once that is known. interpret: as on a GPU, on the CPU by Triton's interpreter;
     for tests.
     """
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    stepped = stepped_by(optimizer)
     seen, held = _seen(optimizer, family, stepped), _held.get(optimizer)
     if held is None or not held.holds(seen):
         reason = next((r for p in stepped if (r := _unfit(p, optimizer.state.get(p, {})))), "")
@@ -242,16 +246,11 @@ def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients
         rows.grads = []  # which belong to the user
 
 
-def keys_of(step: Rule) -> tuple[str, ...]:
-    """Of what is kept of a parameter."""
-    return (*(("step",) if step.counts_steps else ()), *step.states)
-
-
 def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
     """Of one device and dtypes each."""
     launches: dict[Any, Launch] = {}
     for i, options in enumerate(optimizer.param_groups):
-        keys = keys_of(family.rule(options))
+        keys = family.rule(options).keys
         for parameter in (p for p in options["params"] if p.grad is not None):
             state = optimizer.state.get(parameter, {})
             first = any(state.get(key) is None for key in keys)
@@ -268,7 +267,7 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
 
 def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
     """What is missing is zeros."""
-    rows, keys = Rows(), keys_of(family.rule(launch.options))
+    rows, keys = Rows(), family.rule(launch.options).keys
     for parameter in launch.parameters:
         state = optimizer.state[parameter]
         state.update({key: _zeros(parameter, key) for key in keys if state.get(key) is None})
@@ -283,13 +282,8 @@ def _add(rows: Rows, parameter: nn.Parameter, state: Mapping[str, Any], keys: Se
 
 
 def _zeros(parameter: nn.Parameter, key: str) -> Tensor:
-    rows = local(parameter)
-    if key == "step":
-        return torch.zeros((), dtype=torch.float32, device=rows.device)
-    zeros = torch.zeros_like(rows)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    return dtensor_of(zeros, parameter, parameter.device_mesh, parameter.placements)
+    counts = key == "step"
+    return torch.zeros((), dtype=torch.float32, device=parameter.device) if counts else torch.zeros_like(parameter)
 
 
 def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:
