@@ -19,6 +19,7 @@ from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import AutoshardError, PeerLostError
+from autoshard.kernels.region import OPERATORS
 from autoshard.ops import block, packing
 from autoshard.ops.block import Block
 from autoshard.passes import graphs, recompute
@@ -130,6 +131,7 @@ class Compilation:
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """What runs one graph of a block."""
         with self.phases.phase(phase, f"a block of {_size(graph)}"):
+            graph = self.last(graph, phase)
             if not self.inductor:
                 return _boxed(graph)
             return torch_internals.inductor_alone(graph, is_backward=phase == "backward", is_inference=phase == "inference")
@@ -155,7 +157,11 @@ class Compilation:
         context = replace(self.context, phase=phase)
         if phase == "inference":
             gm = self._joint(gm, context)
-        return self.manager.run("split", gm, context)
+        return self.last(self.manager.run("split", gm, context), phase)
+
+    def last(self, gm: GraphModule, phase: Phase) -> GraphModule:
+        """The passes on a graph that code is generated for."""
+        return self.manager.run("code", gm, replace(self.context, phase=phase))
 
     def _whole(self, inputs: Sequence[Any]) -> list[Any]:
         """Inputs as AOTAutograd takes them."""
@@ -240,13 +246,11 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         return self._identity
 
 
-_DIRECT = block.DIRECT | packing.DIRECT
-
-
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
-    for node in graphs.calls(gm, *_DIRECT):
-        node.target = _DIRECT[node.target]
+    direct = {**block.DIRECT, **packing.DIRECT, **{op: region.run for op, region in OPERATORS.items()}}
+    for node in graphs.calls(gm, *direct):
+        node.target = direct[node.target]
 
     guarded = _naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]

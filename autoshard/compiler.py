@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autoshard import skipped, torch_internals
@@ -25,12 +26,20 @@ from autoshard.capture import capture_call
 from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
+from autoshard.cost_model.hardware import Device
 from autoshard.family import Family
-from autoshard.first_call import FirstCall, FirstGraph, refuse_unplanned, refuse_what_cannot_be_sharded
+from autoshard.first_call import (
+    FirstCall,
+    FirstGraph,
+    kind_of,
+    refuse_unplanned,
+    refuse_what_cannot_be_sharded,
+)
 from autoshard.inventory import device_of
 from autoshard.owner import find_owner, with_family
 from autoshard.passes import registry
 from autoshard.passes.base import Context
+from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
@@ -183,6 +192,7 @@ class Backend:
             parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},
             buffers=_buffers(state, inputs) if not apart else frozenset(),
             everyone=processes.name_of_everyone(),
+            fuses=self._fuses(inputs),
         )
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
         with self._phases.phase("compile", "in all so far"):
@@ -200,6 +210,14 @@ class Backend:
                 f"graph break at {found[0]} ({found[1]}): the model is compiled in pieces, with less to overlap; "
                 "TORCH_LOGS=graph_breaks shows all"
             )
+
+    def _fuses(self, inputs: Sequence[Any]) -> Device | None:
+        """See `Context`."""
+        found = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
+        if self.config.codegen == "triton" and found.type != "cuda":
+            self._phases.warn(f"codegen 'triton' is for GPUs: on {found.type} it is 'eager' instead")
+            self.config = replace(self.config, codegen="eager")
+        return fuses(self.config.codegen, kind_of(found)) if self.config.codegen == "triton" else None
 
     def _inductor(self) -> bool:
         if self.config.codegen == "inductor" and not has_compiler():

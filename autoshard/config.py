@@ -18,7 +18,7 @@ from autoshard.plan import OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
-CODEGENS = ("inductor", "eager")
+CODEGENS = ("inductor", "triton", "eager")
 MESH_AXES = ("replicate", "shard")
 _DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "buffers", "replicate_below")
 
@@ -48,7 +48,8 @@ class Config:
         memory_budget in the least time.
     precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
-    codegen: "inductor" or "eager" (the rewritten graph, op by op).
+    codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
+        stand together are one kernel each).
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of
         one.
     optimizer: what a plan assumes before an optimizer is seen: "adamw", "sgd", ...
@@ -71,7 +72,7 @@ class Config:
     memory_budget: int | float | str | None = None
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     precision: str | MixedPrecisionPolicy | None = None
-    codegen: Literal["inductor", "eager"] = "inductor"
+    codegen: Literal["inductor", "triton", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
     optimizer: str = "adamw"
     fuse_optimizer: Literal["auto", False] = "auto"

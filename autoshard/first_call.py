@@ -186,7 +186,7 @@ class FirstCall:
             return None
         make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
         make = as_it_will_step(make, self.config, where.cluster)
-        return Forecaster(captured, make, where.cluster, self.config.codegen == "inductor")
+        return Forecaster(captured, make, where.cluster, self.config.codegen)
 
     def _capture(self) -> Capture | None:
         call = call_of(self.model)
@@ -284,11 +284,12 @@ def local_cluster(config: Config, world: int, device: torch.device) -> Cluster:
     """What the config or else the launcher's variables say of the machines."""
     said = config.resolved_cluster()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    kind = said.device if said else _kind_of(device)
+    kind = said.device if said else kind_of(device)
     return Cluster(max(1, world // per_node), min(per_node, world), kind)
 
 
-def _kind_of(device: torch.device) -> Device:
+def kind_of(device: torch.device) -> Device:
+    """What the cost model knows of a device here."""
     if device.type != "cuda":
         return measured_here("cpu")
     found = torch.cuda.get_device_properties(device)

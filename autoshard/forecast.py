@@ -24,6 +24,7 @@ from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, floating
+from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Block, choose, least
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
@@ -42,11 +43,16 @@ class Forecaster:
     captured: Capture
     make_optimizer: Make
     cluster: Cluster
-    inductor: bool
+    codegen: str
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
     _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
+
+    @property
+    def inductor(self) -> bool:
+        """Whether Inductor generates code."""
+        return self.codegen == "inductor"
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
@@ -134,7 +140,7 @@ class Forecaster:
         """Stages that differ in what backward gathers again have this in common."""
         key = (*_layouts(plan), plan.recompute)
         if key not in self._ready:
-            self._ready[key] = prepare(self.captured, plan, self.inductor)
+            self._ready[key] = prepare(self.captured, plan, self.inductor, fuses(self.codegen, self.cluster.device))
         return self._ready[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:

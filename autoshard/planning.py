@@ -54,7 +54,7 @@ def forecaster(
     compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
     captured = capture(model, example_inputs, compute, open)
     make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
-    return Forecaster(captured, make, cluster, inductor=config.codegen == "inductor")
+    return Forecaster(captured, make, cluster, config.codegen)
 
 
 def as_it_will_step(make: Make, config: Config, cluster: Cluster) -> Make:

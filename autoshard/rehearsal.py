@@ -19,6 +19,7 @@ from autoshard.codegen import Compilation, Joint
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.hardware import Device
 from autoshard.ops.block import Block, block_named
 from autoshard.ops.layout import Layout, layout_of
 from autoshard.passes import graphs, registry
@@ -52,12 +53,12 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
     return prepare(captured, plan, inductor).cut(plan)
 
 
-def prepare(captured: Capture, plan: Plan, inductor: bool) -> Prepared:
-    """All of a rehearsal that comes before forward and backward are parted."""
+def prepare(captured: Capture, plan: Plan, inductor: bool, fuses: Device | None = None) -> Prepared:
+    """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`."""
     gm = copy.deepcopy(captured.graph)
     _write_layouts(gm, captured, plan)
     manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
-    context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE)
+    context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
     with _tracing(captured):
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
         return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs)
@@ -108,7 +109,7 @@ class _Rehearsal(Compilation):
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """Not code, but a bearer of the graph."""
-        return Written(graph)
+        return Written(self.last(graph, phase))
 
     def prepare(self, captured: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Prepared:
         """All that `compile` does up to the partition."""

@@ -25,6 +25,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
+from torch._decomp import get_decompositions  # seen: 2.11, 2.13
 from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
 from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
 from torch._dynamo.exc import (
@@ -359,6 +360,11 @@ def is_view(target: Any) -> bool:
     """True of an op whose result shares memory with its input. Seen: 2.11, 2.13."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def decompositions_of(packets: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own decompositions of these ops, by overload; what has none is left out. Seen: 2.11, 2.13."""
+    return dict(get_decompositions(packets))
 
 
 def share_memory(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

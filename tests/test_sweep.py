@@ -121,7 +121,7 @@ def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> No
 
 def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
     captured = capture(Small(), _tokens(4, 16), open=True)
-    forecaster = Forecaster(captured, STEPPED, TWO, inductor=False)
+    forecaster = Forecaster(captured, STEPPED, TWO, "eager")
     for way in _swept("small", "eager").ways:
         curve, schedule = forecaster.costs(way.plan)
         predicted = forecaster(way.plan).predicted

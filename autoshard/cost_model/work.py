@@ -87,6 +87,8 @@ def work_of(operation: Operation) -> Work:
 def kind_of(node: Node) -> Kind:
     """The kind of kernel that a call runs."""
     name, target = op_name(node), str(node.target)
+    if "kernel" in node.meta:
+        return node.meta["kernel"]  # type: ignore[no-any-return]
     if target.startswith("_c10d_functional"):
         return "wait" if name == "wait_tensor" else "collective"
     if name in ("mm", "addmm", "bmm", "baddbmm"):

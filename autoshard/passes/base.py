@@ -7,6 +7,7 @@ at which stage it runs, what it requires and provides, and whether results stay 
 traced    the graph as Dynamo gives it, parameters as inputs; before autograd
 joint     forward and backward in one graph, after AOTAutograd, with the logical ops; also an inference graph
 split     the forward, the backward, or an inference graph, each alone, just before codegen
+code      each graph that code is generated for: those, and the halves of blocks
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import ClassVar, Literal, Protocol
 
 from torch.fx import GraphModule
 
+from autoshard.cost_model.hardware import Device
 from autoshard.plan import Plan
 
-Stage = Literal["traced", "joint", "split"]
+Stage = Literal["traced", "joint", "split", "code"]
 Phase = Literal["forward", "backward", "inference"]
-STAGES: tuple[Stage, ...] = ("traced", "joint", "split")
+STAGES: tuple[Stage, ...] = ("traced", "joint", "split", "code")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Context:
 
     parameters: the name of each graph input that is a parameter, by position, of the traced and joint graphs.
     buffers: positions of graph inputs that are buffers of the model.
-    everyone: process group of all processes. phase: which graph this is, at stage "split".
+    everyone: process group of all processes. phase: which graph this is, at stages "split" and "code". fuses: the device that
+    kernels are generated for; None where none are.
     """
 
     plan: Plan
@@ -37,6 +40,7 @@ class Context:
     buffers: frozenset[int] = frozenset()
     everyone: str = ""
     phase: Phase = "forward"
+    fuses: Device | None = None
 
 
 class Pass(Protocol):

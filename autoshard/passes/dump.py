@@ -57,6 +57,13 @@ class Dump:
         with (self.folder / "passes.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
+    def sources(self, gm: GraphModule) -> None:
+        """The kernels that were generated for calls of this graph, each a file."""
+        if self.folder is not None:
+            for node in gm.graph.nodes:
+                if "source" in node.meta:
+                    (self.folder / f"{node.meta['source'][0]}.py").write_text(node.meta["source"][1])
+
     def note(self, name: str, text: str) -> None:
         """A text beside the graphs: the plan, the versions, the pipeline."""
         emit_artifact(f"autoshard_{name}", lambda: text)

@@ -49,7 +49,7 @@ class PassManager:
         return gm
 
     def _run_one(self, p: Pass, gm: GraphModule, context: Context) -> GraphModule:
-        phase = context.phase if p.stage == "split" else p.stage
+        phase = context.phase if p.stage in ("split", "code") else p.stage
         before, counts = self.dump.text(gm), graphs.op_counts(gm)
         start = time.perf_counter()
         gm = p.run(gm, context)
@@ -57,6 +57,7 @@ class PassManager:
         seconds = time.perf_counter() - start
         changed = _difference(counts, graphs.op_counts(gm))
         self.history.append(PassRun(p.name, phase, seconds, changed))
+        self.dump.sources(gm)
         self.dump.write(p.name, phase, before, self.dump.text(gm), changed, seconds)
         return gm
 

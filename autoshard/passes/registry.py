@@ -11,6 +11,7 @@ from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
 from autoshard.passes.bucket import Bucket
 from autoshard.passes.early_matmuls import EarlyMatmuls
+from autoshard.passes.fuse_elementwise import FuseElementwise
 from autoshard.passes.hoist_unshards import HoistUnshards
 from autoshard.passes.inline_regions import InlineRegions
 from autoshard.passes.lower import Lower
@@ -28,13 +29,13 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        Regather, Recompute, Bucket, Lower, Overlap, EarlyMatmuls
+        Regather, Recompute, Bucket, Lower, Overlap, EarlyMatmuls, FuseElementwise
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "regather,recompute,bucket,lower,overlap,early_matmuls"
+    "regather,recompute,bucket,lower,overlap,early_matmuls,fuse_elementwise"
 )
 
 

@@ -1,0 +1,386 @@
+"""One kernel for a graph of elementwise operations, reductions over its last dimensions, and views between them.
+
+[Note: Numbers at places] Each result is followed back to what is given: what is at this place of it, of what is that made,
+and at which places of those? Views only change the place. So any views, broadcasting, strides and concatenations become
+expressions of indices, which sympy simplifies; values are computed as the graph says, since simplifying those would change
+rounding and lose NaN. A value is computed once for each place at which it is used.
+
+[Note: Rows] Where there are reductions, a program has a few rows, and all numbers that are reduced together. Rows too long
+to be held in registers are gone through in blocks: once for reductions that do not need each other, then for those that need
+these, and for the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr, Integer
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+
+from autoshard.kernels.multi_tensor import TYPES
+from autoshard.kernels.places import Index, Shape, Unsupported, broadcast, reshaped, running
+from autoshard.kernels.primitives import (
+    BOOLEAN,
+    CONSTANT,
+    JOINS,
+    POINTWISE,
+    REDUCTIONS,
+    SAME,
+    VIEWS,
+    literal,
+    name_of,
+)
+from autoshard.kernels.statements import Statements
+
+LONGEST = 8192  # numbers of a row that are held at once
+HALVES = (torch.bfloat16, torch.float16)
+_TYPES = {**TYPES, torch.bool: "tl.int1", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.uint8: "tl.uint8"}
+
+
+def size(number: Any) -> Expr:
+    """A size as an expression."""
+    return number.node.expr if isinstance(number, SymInt) else Integer(int(number))
+
+
+def shape_of(node: Any) -> Shape:
+    """Of a node's tensor; a number has none."""
+    value = node.meta["val"] if isinstance(node, Node) else None
+    return tuple(map(size, value.shape)) if isinstance(value, Tensor) else ()
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a kernel goes through. split: how many dimensions tell the row; all where nothing is reduced."""
+
+    shape: Shape
+    split: int
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the numbers of a row come together."""
+        return self.split < len(self.shape)
+
+    def is_row(self, shape: Shape) -> bool:
+        """Whether a tensor of this shape has one number a row."""
+        rows, rest = self.shape[: self.split], len(self.shape) - self.split
+        return self.reduces and shape in (rows, rows + (Integer(1),) * rest)
+
+
+class Writer:
+    """Writes the kernel of a graph of primitives, whose output is a list of tensors. Raises Unsupported.
+
+    strides: of each result, as it is to lie.
+    """
+
+    def __init__(self, graph: Graph, space: Space, strides: Sequence[Shape]) -> None:
+        self.graph, self.space, self.strides = graph, space, strides
+        self.given = list(graph.find_nodes(op="placeholder"))
+        self.results: list[Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+        rows, self.row_index = running("x", space.shape[: space.split])
+        columns, column_index = running("r", space.shape[space.split :])
+        self.index: Index = self.row_index + column_index
+        self.sizes = dict(zip(rows.symbols + columns.symbols, rows.sizes + columns.sizes))
+        self.length = columns.count
+        in_blocks = space.reduces and not (self.length.is_number and self.length <= LONGEST)
+        self.out = Statements(rows, columns if space.reduces else None, in_blocks)
+        self.known: dict[Any, str] = {}
+        self.where: tuple[tuple[str, Expr, Expr], ...] = ()  # what holds of the places that values are wanted of
+
+    def write(self, name: str) -> str:
+        """The kernel `name` as a module of Python."""
+        for nodes in _levels(self.graph):
+            self._reduce(nodes)
+        full = [i for i, n in enumerate(self.results) if shape_of(n) == self.space.shape]
+        with self._blocks(needed=bool(full)):
+            for i in full:
+                self._store(i, self.index)
+        for i in sorted({*range(len(self.results))} - {*full}):
+            self._store(i, self._index_of_rows(self.results[i]))
+        tensors = [*(f"in{i}" for i in range(len(self.given))), *(f"out{i}" for i in range(len(self.results)))]
+        return self.out.text(name, tensors, [str(s) for s in open_sizes(self.graph)])
+
+    def _index_of_rows(self, node: Node) -> Index:
+        if not self.space.is_row(shape_of(node)):
+            raise Unsupported(f"{node.target} gives {shape_of(node)} in a kernel over {self.space.shape}")
+        return self.row_index + (Integer(0),) * (len(shape_of(node)) - self.space.split)
+
+    @contextmanager
+    def _blocks(self, needed: bool = True) -> Iterator[None]:
+        """Around what is done for each block of a row, if there are blocks."""
+        if not (self.out.in_blocks and needed):
+            yield
+            return
+        outside, self.known = self.known, dict(self.known)
+        with self.out.loop():
+            yield
+        self.known = outside
+
+    # --- reductions
+
+    def _reduce(self, nodes: Sequence[Node]) -> None:
+        """Those that do not need each other."""
+        for node in nodes:
+            self._check_reduced(node)
+        gathered = [self._gathered(node) for node in nodes] if self.out.in_blocks else []
+        with self._blocks():
+            parts = [self._in_row(node) for node in nodes]
+            for node, name, part in zip(nodes, gathered, parts):
+                self.out.add(f"{name} = {_function(node)}({name}, {part})")
+        for node, part in zip(nodes, gathered or parts):
+            total = self.out.assign(f"tl.reduce({part}, 1, {_function(node)}, keep_dims=True)")
+            if name_of(node.target) == "mean":
+                total = self.out.assign(f"{total} / ({{0}})", self.length)
+            self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
+
+    def _check_reduced(self, node: Node) -> None:
+        shape, dims = shape_of(_tensors(node)[0]), tuple(range(self.space.split, len(self.space.shape)))
+        if shape != self.space.shape or _reduced_dims(node) != dims or not node.meta["val"].is_floating_point():
+            raise Unsupported(f"{node.target} of {shape} in rows of {self.space}")
+
+    def _gathered(self, node: Node) -> str:
+        """What is gathered over the blocks of a row, a number for each place in a block."""
+        neutral = REDUCTIONS[name_of(node.target)][0]
+        return self.out.assign(f"tl.full((ROWS, COLUMNS), {neutral}, {_type_of(node)})")
+
+    def _in_row(self, node: Node) -> str:
+        """The numbers that a reduction takes, neutral ones behind a row's end."""
+        source = _tensors(node)[0]
+        value = self._cast(self._value(source, self.index), source, node)
+        return self.out.assign(f"tl.where(rows_there & columns_there, {value}, {REDUCTIONS[name_of(node.target)][0]})")
+
+    # --- values
+
+    def _value(self, node: Any, index: Index) -> str:
+        """The name of what is at this place of a node's tensor."""
+        if not isinstance(node, Node):
+            return literal(node)
+        for key in ((node, index, ()), (node, index, self.where)):
+            if key in self.known:
+                return self.known[key]
+        self.known[key] = self._made(node, index)
+        return self.known[key]
+
+    def _made(self, node: Node, index: Index) -> str:
+        kind = name_of(node.target)
+        if node.op == "placeholder":
+            return self._load(node, index)
+        if kind in VIEWS:
+            return self._value(node.args[0], self._through(node, index))
+        if kind in POINTWISE:
+            return self._computed(node, index)
+        if kind in SAME:
+            (source,) = _tensors(node)
+            return self._rounded(self._cast(self._value(source, index), source, node), node)
+        if kind in CONSTANT or kind == "iota":
+            return self._constant(node, index)
+        if kind in JOINS:
+            return self._one_of(_parts(node), node, index)
+        raise Unsupported(str(node.target))
+
+    def _load(self, node: Node, index: Index) -> str:
+        value, name = node.meta["val"], f"in{self.given.index(node)}"
+        if not isinstance(value, Tensor):
+            return name
+        offset = sympy.expand(sympy.Add(*(i * size(s) for i, s in zip(index, value.stride()))))
+        tests: list[str] = []
+        bounds: list[Expr] = []
+        for op, place, bound in self.where:
+            if place.free_symbols & self.sizes.keys() <= offset.free_symbols:  # else it is there in any case
+                tests.append(f" & ({{{len(bounds) + 1}}} {op} {{{len(bounds) + 2}}})")
+                bounds += [place, bound]
+        wide = ".to(tl.float32)" if value.dtype in HALVES else ""
+        return self.out.assign(f"tl.load({name} + {{0}}, mask={{mask}}{''.join(tests)}){wide}", offset, *bounds)
+
+    def _through(self, node: Node, index: Index) -> Index:
+        """Where in its input a view has what it has at this place."""
+        kind, given = name_of(node.target), shape_of(node.args[0])
+        if kind in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"):
+            return reshaped(index, shape_of(node), given, self.sizes)
+        if kind == "expand":
+            return broadcast(index, given)
+        if kind in ("permute", "transpose", "t"):
+            order = _order(node)
+            return tuple(index[order.index(d)] for d in range(len(given)))
+        if kind in ("slice", "select"):
+            dim, place, step, rest = _cut(node)
+            at = place + (index[dim] * step if kind == "slice" else 0)
+            return (*index[:dim], at, *index[dim + rest :])
+        return index  # alias, detach
+
+    def _computed(self, node: Node, index: Index) -> str:
+        kind, arguments = name_of(node.target), node.args
+        if node.kwargs or not all(isinstance(a, Node | int | float) for a in arguments):
+            raise Unsupported(f"{node.target}{arguments} {node.kwargs}")
+        values = [self._value(a, broadcast(index, shape_of(a))) for a in arguments]
+        to = _promoted(arguments) if kind in BOOLEAN else _wide(node.meta["val"].dtype)
+        chosen = kind == "where"
+        values = [v if chosen and i == 0 else _as(v, a, to) for i, (v, a) in enumerate(zip(values, arguments))]
+        root = "tl.sqrt" if to is torch.float64 else "tl.sqrt_rn"  # tl.sqrt is approximate for float32
+        return self.out.assign(POINTWISE[kind].replace("SQRT", root).format(*values))
+
+    def _constant(self, node: Node, index: Index) -> str:
+        if name_of(node.target) == "iota":
+            place = size(node.kwargs["start"]) + size(node.kwargs["step"]) * index[0]
+            return self.out.assign(f"tl.full({self._one}, 0, {_type_of(node)}) + {{0}}", sympy.expand(place))
+        return self.out.assign(f"tl.full({self._one}, {literal(_filled(node))}, {_type_of(node)})")
+
+    @property
+    def _one(self) -> str:
+        return "(1, 1)" if self.space.reduces else "(1,)"
+
+    def _one_of(self, parts: Sequence[tuple[Node, int, Expr, Expr]], node: Node, index: Index) -> str:
+        """Of parts that lie from the first to before the second place of a dimension; 0 where there is none."""
+        found = "0"
+        for source, dim, first, last in parts:
+            outside, at = self.where, index[dim]
+            self.where = (*outside, (">=", at, first), ("<", at, last))
+            value = self._value(source, (*index[:dim], sympy.expand(at - first), *index[dim + 1 :]))
+            value = self._cast(value, source, node)
+            self.where = outside
+            condition = "({0} >= {1}) & ({0} < {2})"
+            found = self.out.assign(f"tl.where({condition}, {value}, {found})", at, first, last)
+        return found
+
+    def _store(self, position: int, index: Index) -> None:
+        value = self._value(self.results[position], index)
+        offset = sympy.Add(*(i * s for i, s in zip(index, self.strides[position])))
+        self.out.store(f"out{position}", sympy.expand(offset), value, len(index) > self.space.split and index == self.index)
+
+    # --- types
+
+    def _cast(self, value: str, source: Any, node: Node) -> str:
+        return _as(value, source, _wide(node.meta["val"].dtype))
+
+    def _rounded(self, value: str, node: Node) -> str:
+        """To what a conversion leaves of it; other results keep the precision that they are computed in."""
+        dtype = node.meta["val"].dtype
+        return self.out.assign(f"{value}.to({_TYPES[dtype]}).to(tl.float32)") if dtype in HALVES else value
+
+
+def _levels(graph: Graph) -> list[list[Node]]:
+    """Reductions that do not need each other, then those that need these, and so on."""
+    depth: dict[Node, int] = {}
+    levels: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        depth[node] = max((depth[a] for a in node.all_input_nodes), default=0)
+        if name_of(node.target) in REDUCTIONS:
+            depth[node] += 1
+            levels.setdefault(depth[node], []).append(node)
+    return [levels[k] for k in sorted(levels)]
+
+
+def open_sizes(graph: Graph) -> list[sympy.Symbol]:
+    """The symbols in the sizes of a graph's tensors."""
+    tensors = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    found = {s for t in tensors for n in (*t.shape, *t.stride()) for s in size(n).free_symbols}
+    return sorted(found, key=str)
+
+
+def _function(node: Node) -> str:
+    return REDUCTIONS[name_of(node.target)][1]
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [a for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
+
+
+def _reduced_dims(node: Node) -> tuple[int, ...]:
+    count = len(shape_of(_tensors(node)[0]))
+    dims: Any = node.args[1] if len(node.args) > 1 else ()
+    return tuple(sorted(d % count for d in dims)) if dims else tuple(range(count))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of this dtype are computed in."""
+    if dtype not in _TYPES:
+        raise Unsupported(str(dtype))
+    return torch.float32 if dtype in HALVES else dtype
+
+
+def _type_of(node: Node) -> str:
+    return _TYPES[_wide(node.meta["val"].dtype)]
+
+
+def _promoted(arguments: Sequence[Any]) -> torch.dtype:
+    """What numbers are compared in."""
+    dtypes = [a.meta["val"].dtype for a in arguments if isinstance(a, Node) and isinstance(a.meta["val"], Tensor)]
+    found = dtypes[0]
+    for dtype in dtypes[1:]:
+        found = torch.promote_types(found, dtype)
+    fraction = any(isinstance(a, float) for a in arguments)
+    return torch.float32 if fraction and not found.is_floating_point else _wide(found)
+
+
+def _as(value: str, source: Any, dtype: torch.dtype) -> str:
+    """A value as a number of this dtype. source: what it is the value of."""
+    held = source.meta["val"] if isinstance(source, Node) else None
+    if not isinstance(held, Tensor) or _wide(held.dtype) is dtype:
+        return value
+    return f"({value} != 0)" if dtype is torch.bool else f"{value}.to({_TYPES[dtype]})"
+
+
+def _filled(node: Node) -> Any:
+    """The number that a constant tensor is full of."""
+    kind = name_of(node.target)
+    known = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+    number = known[kind] if kind in known else node.args[0 if kind == "scalar_tensor" else -1]
+    if not isinstance(number, int | float):
+        raise Unsupported(f"{node.target} of {number}")
+    return number
+
+
+def _order(node: Node) -> list[int]:
+    """Which dimension of its input each dimension of a transposed view is."""
+    arguments: Any = node.args
+    count = len(shape_of(arguments[0]))
+    if name_of(node.target) == "permute":
+        return [d % count for d in arguments[1]]
+    order = list(range(count))
+    a, b = (d % count for d in arguments[1:]) if arguments[1:] else (0, count - 1)
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _cut(node: Node) -> tuple[int, Expr, Expr, int]:
+    """Of a slice or a select: (dimension, first place, step, how many dimensions of its result are that one)."""
+    arguments: Any = node.args
+    source, dim, *rest = arguments if len(arguments) > 1 else (*arguments, 0)
+    given = shape_of(source)
+    at = dim % len(given)
+    place = _counted(rest[0] if rest else 0, given[at])
+    if name_of(node.target) == "select":
+        return at, place, Integer(0), 0
+    return at, place, size(rest[2]) if len(rest) > 2 else Integer(1), 1
+
+
+def _counted(place: Any, length: Expr) -> Expr:
+    """From the front, and not beyond the end."""
+    if isinstance(place, Node):
+        raise Unsupported("a slice at a place that is computed")
+    at = size(place or 0)
+    at = at + length if at.is_negative else at
+    return length if (length - at).is_negative else at
+
+
+def _parts(node: Node) -> list[tuple[Node, int, Expr, Expr]]:
+    """What a concatenation is made of: (source, dimension, first place, the place behind its last)."""
+    arguments: Any = node.args
+    if name_of(node.target) == "cat":
+        dim, first, parts = (arguments[1] if len(arguments) > 1 else 0) % len(shape_of(node)), Integer(0), []
+        for source in arguments[0]:
+            last = first + shape_of(source)[dim]
+            parts.append((source, dim, first, last))
+            first = last
+        return parts
+    source, _, dim, start, end, step = arguments
+    if step != 1:
+        raise Unsupported(f"{node.target} in steps of {step}")
+    length = shape_of(node)[dim]
+    last = length if not isinstance(end, Node) and size(end) - length == 0 or end > 1 << 60 else _counted(end, length)
+    return [(source, dim % len(shape_of(node)), _counted(start, length), last)]

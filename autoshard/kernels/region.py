@@ -1,0 +1,196 @@
+"""A region of a graph as one operator: a kernel on GPUs, its own operations one by one anywhere else.
+
+[Note: Regions as operators] Each is a `torch.library.triton_op`, named by its operations and a hash of what they are. So
+regions that are alike are one, in all graphs; a graph that is run op by op launches its kernel, and Inductor may look into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from autoshard.kernels import source
+from autoshard.kernels.elementwise import Space, Writer, open_sizes, shape_of, size
+from autoshard.kernels.places import Shape, Unsupported
+from autoshard.kernels.primitives import decompositions, name_of
+
+_FAR = 1 << 31  # bytes beyond which places are counted in 64 bits
+_NUMBERS = 1024  # that a program goes through where nothing is reduced
+_TILE = 2048  # that it has of rows, if one is not longer
+_BLOCK = 2048  # of a row that is too long to be held
+Wrap = Callable[[Any], Any]
+Numbers = Mapping[Symbol, Any]  # of the sizes that a trace left open
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A tensor as it was traced."""
+
+    shape: Shape
+    strides: Shape
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(node: Node) -> Laid:
+        """A node's."""
+        value = node.meta["val"]
+        return Laid(shape_of(node), tuple(map(size, value.stride())), value.dtype)
+
+    def empty(self, numbers: Numbers, device: torch.device) -> Tensor:
+        """One that lies so."""
+        shape, strides = _at(self.shape, numbers), _at(self.strides, numbers)
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+
+    def holds(self, tensor: Tensor, numbers: Numbers) -> Tensor:
+        """The tensor, or a copy that lies as it was traced."""
+        strides = _at(self.strides, numbers)
+        if all(a == b or n == 1 for a, b, n in zip(tensor.stride(), strides, tensor.shape)):
+            return tensor
+        return self.empty(numbers, tensor.device).copy_(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """name: of its operator. graph: its operations as they were, which give a list. text: its kernel, as a module of
+    Python. in_blocks: rows are not held as a whole. sizes: of each open size, the input and the dimension that it is."""
+
+    name: str
+    graph: GraphModule
+    text: str
+    space: Space
+    in_blocks: bool
+    inputs: tuple[Laid, ...]
+    outputs: tuple[Laid, ...]
+    sizes: tuple[tuple[Symbol, int, int], ...]
+
+    def run(self, tensors: Sequence[Tensor], wrap: Wrap = lambda kernel: kernel) -> list[Tensor]:
+        """Its results. wrap: around the kernel, where that is traced."""
+        return self.launched(tensors, wrap) if tensors[0].device.type == "cuda" else list(self.graph(*tensors))
+
+    def launched(self, tensors: Sequence[Tensor], wrap: Wrap = lambda kernel: kernel, interpret: bool = False) -> list[Tensor]:
+        """Its results, by its kernel. interpret: on the CPU, for tests."""
+        numbers = {s: tensors[i].shape[d] for s, i, d in self.sizes}
+        device = tensors[0].device
+        given = [laid.holds(t, numbers) for t, laid in zip(tensors, self.inputs)]
+        made = [laid.empty(numbers, device) for laid in self.outputs]
+        rows, tile = self._tile(numbers, [*given, *made])
+        kernel = source.load(self.name, self.text, interpret)
+        if programs := -(-rows // tile["ROWS"]):
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
+                wrap(kernel)[(programs,)](*given, *made, *numbers.values(), **tile)
+        return made
+
+    def _tile(self, numbers: Numbers, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+        """(how many rows there are, what a program has of them)"""
+        shape = _at(self.space.shape, numbers)
+        rows, columns = math.prod(shape[: self.space.split]), math.prod(shape[self.space.split :])
+        wide = any(t.untyped_storage().nbytes() >= _FAR for t in tensors)
+        if not self.space.reduces:
+            return rows, {"ROWS": _NUMBERS, "WIDE": wide}
+        held = _BLOCK if self.in_blocks else 1 << max(0, columns - 1).bit_length()
+        each = max(1, _TILE // held)
+        return rows, {"ROWS": each, "COLUMNS": held, "WIDE": wide, "num_warps": min(16, max(4, each * held // 512))}
+
+
+def _at(sizes: Shape, numbers: Numbers) -> tuple[Any, ...]:
+    return tuple(int(n) if n.is_number else _number(n, numbers) for n in sizes)
+
+
+def _number(of: Expr, numbers: Numbers) -> Any:
+    """Sizes are sums of products, of numbers or, in a trace, of torch's symbols."""
+    if of.is_Add or of.is_Mul:
+        parts = [_number(part, numbers) for part in of.args]
+        return sum(parts) if of.is_Add else math.prod(parts)
+    if of.is_Pow:
+        return _number(of.args[0], numbers) ** int(of.args[1])
+    if of.func.__name__ == "FloorDiv":
+        return _number(of.args[0], numbers) // _number(of.args[1], numbers)
+    return numbers[of] if of in numbers else int(of)
+
+
+_known: dict[str, Region] = {}
+_operators: dict[str, Any] = {}
+OPERATORS: dict[Any, Region] = {}
+
+
+def region_of(graph: GraphModule, space: Space) -> Region:
+    """The region that these operations are; Unsupported if they have no kernel. graph: with fake values, giving a list."""
+    described = f"{space} {_described(graph)}"
+    if described not in _known:
+        label = "_".join(list(dict.fromkeys(_names(graph)))[:4])
+        name = f"{label}_{hashlib.sha256(described.encode()).hexdigest()[:10]}"
+        primitives = _primitives(graph)
+        results: Any = graph.graph.output_node().args[0]
+        outputs = tuple(map(Laid.of, results))  # whose dtypes and strides torch's decompositions do not always give
+        writer = Writer(primitives.graph, space, [laid.strides for laid in outputs])
+        text = writer.write(name)
+        inputs = tuple(map(Laid.of, writer.given))
+        sizes = tuple(_found(symbol, inputs) for symbol in open_sizes(primitives.graph))
+        for node in graph.graph.nodes:
+            node.meta.clear()  # the trace would live as long as the operator
+        _known[described] = Region(name, graph, text, space, writer.out.in_blocks, inputs, outputs, sizes)
+    return _known[described]
+
+
+def _names(graph: GraphModule) -> Iterator[str]:
+    for node in graph.graph.nodes:
+        if (name := name_of(node.target)) and node.op == "call_function":
+            yield name.strip("_")
+
+
+def _described(graph: GraphModule) -> str:
+    """All that the operations are but for their names."""
+    numbers = {node: i for i, node in enumerate(graph.graph.nodes)}
+    lines = []
+    for node in numbers:
+        given = map_arg((node.args, node.kwargs), lambda a: f"%{numbers[a]}")
+        lines.append(f"{node.target if node.op == 'call_function' else node.op} {given} {_laid(node.meta.get('val'))}")
+    return "\n".join(lines)
+
+
+def _laid(value: Any) -> str:
+    tensors = [v for v in tree_leaves(value) if isinstance(v, Tensor)]
+    return " ".join(f"{tuple(t.shape)} {t.stride()} {t.dtype}" for t in tensors)
+
+
+def _primitives(graph: GraphModule) -> GraphModule:
+    """The operations that these are compositions of."""
+    given = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
+    if not all(isinstance(value, Tensor) for value in given):
+        raise Unsupported("numbers that are computed")
+    with given[0].fake_mode:
+        made = make_fx(lambda *tensors: list(graph(*tensors)), decomposition_table=decompositions())(*given)
+    made.graph.eliminate_dead_code()
+    return made
+
+
+def _found(symbol: Symbol, inputs: Sequence[Laid]) -> tuple[Symbol, int, int]:
+    for i, laid in enumerate(inputs):
+        if symbol in laid.shape:
+            return symbol, i, laid.shape.index(symbol)
+    raise Unsupported(f"the size {symbol}, which no input has")
+
+
+def operator_of(region: Region) -> Any:
+    """The operator of a region, which takes a list of tensors."""
+    if region.name not in _operators:
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return region.run(tensors, torch.library.wrap_triton)
+
+        torch.library.triton_op(f"autoshard::{region.name}", run, mutates_args=())
+        _operators[region.name] = getattr(torch.ops.autoshard, region.name).default
+        OPERATORS[_operators[region.name]] = region
+    return _operators[region.name]

@@ -1,0 +1,266 @@
+"""Kernels that are generated for regions of a graph: run by Triton's interpreter and compared with torch in float64, and
+compiled for GPUs; and which operations of a graph become regions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.kernels.elementwise import LONGEST
+from autoshard.kernels.region import OPERATORS, Region, operator_of
+from autoshard.kernels.source import load
+from autoshard.passes import graphs
+from autoshard.passes.base import Context
+from autoshard.passes.fuse_elementwise import FuseElementwise
+from autoshard.plan import Plan
+from autoshard.torch_internals import FakeTensorMode
+from tests.small import in_full
+from tests.test_kernels import EPSILON, spilled
+
+triton = pytest.importorskip("triton")
+aten = torch.ops.aten
+CONTEXT = Context(Plan(1, (("shard", 1),), ()), fuses=DEVICES["h100"])
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    return
+
+
+def as_list(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def traced(function: Function, inputs: Sequence[Tensor], open: bool = False) -> GraphModule:
+    """The graph of a function that gives a list. open: sizes are symbols."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(x, static_shapes=not open) for x in inputs]
+    with mode:
+        gm = make_fx(lambda *tensors: as_list(function(*tensors)))(*fakes)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def fused(gm: GraphModule) -> list[Region]:
+    """The regions that become kernels, in graph order."""
+    gm = FuseElementwise().run(gm, CONTEXT)
+    gm.graph.lint()
+    gm.recompile()
+    return [OPERATORS[n.target] for n in gm.graph.nodes if "kernel" in n.meta]
+
+
+def run(gm: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The graph, its kernels by Triton's interpreter."""
+    for node in gm.graph.nodes:
+        if "kernel" in node.meta:
+            region = OPERATORS[node.target]
+            node.target = lambda tensors, region=region: region.launched(tensors, interpret=True)
+    gm.recompile()
+    return as_list(gm(*inputs))
+
+
+def apart(ours: Tensor, exact: Tensor) -> float:
+    """The largest difference, relative to one or what it should be."""
+    assert ours.shape == exact.shape
+    exact = exact.double()
+    same = (ours.double() == exact) | (ours.isnan() & exact.isnan())
+    off = ((ours.double() - exact).abs() / (1 + exact.abs())).masked_fill(same, 0.0)
+    return float(off.max()) if off.numel() else 0.0
+
+
+def check(function: Function, inputs: Sequence[Tensor], kernels: int = 1, roundings: float = 4, open: bool = False) -> None:
+    """One kernel, and what it gives beside the same in float64; its dtypes and strides are torch's."""
+    gm = traced(function, inputs, open)
+    assert len(fused(gm)) == kernels, gm.code
+    theirs = as_list(function(*inputs))
+    exact = as_list(function(*(x.double() if x.is_floating_point() else x for x in inputs)))
+    for ours, plain, value in zip(run(gm, inputs), theirs, exact):
+        assert (ours.dtype, ours.stride()) == (plain.dtype, plain.stride())
+        allowed = roundings * EPSILON[plain.dtype] if plain.dtype in EPSILON else 0.0
+        assert apart(ours, value) <= allowed, gm.code
+
+
+# --- functions that models are made of
+
+
+def rotary(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = q.shape[-1] // 2
+    return q * cos + torch.cat((-q[..., half:], q[..., :half]), -1) * sin
+
+
+def rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+    x = x + residual
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return [x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)]
+
+
+def layer_norm(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+    x = x + residual
+    return [x, *aten.native_layer_norm(x, [x.shape[-1]], weight, weight, 1e-5)]
+
+
+def softmax_and_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    y = F.softmax(x * 0.3, -1)
+    return aten._softmax_backward_data(grad, y, -1, x.dtype)
+
+
+FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
+    "gelu": (lambda x, y: F.gelu(x) + y, ((3, 4, 5), (5,))),
+    "gelu_tanh": (lambda x, y: F.gelu(x, approximate="tanh") * y, ((3, 7), (3, 1))),
+    "gelu_backward": (lambda x, y: aten.gelu_backward(y, x) * 2, ((3, 7), (3, 7))),
+    "silu_gate": (lambda x, y: F.silu(x) * y, ((33, 7), (33, 7))),
+    "silu_backward": (lambda x, y: aten.silu_backward(y, x) * y, ((33, 7), (33, 7))),
+    "relu": (lambda x, y: F.relu(x).pow(3) + F.leaky_relu(y).clamp(-0.1, 0.5), ((9,), (9,))),
+    "tanh": (lambda x, y: torch.tanh(x * 0.1) - torch.sigmoid(y) * torch.rsqrt(x.abs() + 1), ((70,), (70,))),
+    "rotary": (rotary, ((2, 3, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8))),
+    "rms_norm": (rms_norm, ((2, 3, 48), (2, 3, 48), (48,))),
+    "layer_norm": (layer_norm, ((5, 33), (5, 33), (33,))),
+    "softmax": (softmax_and_gradient, ((2, 4, 19), (2, 4, 19))),
+    "log_softmax": (lambda x, y: [F.log_softmax(z := x + y, -1), z.sum(-1)], ((6, 100), (100,))),
+    "variance": (lambda x, y: (z := x * y).var(-1) + z.amax(-1), ((6, 10), (6, 10))),
+    "transposed": (lambda x, y: (x * 2).view(2, 3, 4).transpose(1, 2) * y, ((6, 4), (2, 4, 3))),
+    "broadcast": (lambda x, y: (x + 1) * (y - 2), ((1, 4, 1), (3, 1, 5))),
+    "masked": (lambda x, y: torch.where(x > 0, x, y.masked_fill(y < -1, -torch.inf)).exp(), ((4, 9), (4, 9))),
+    "no_dimensions": (lambda x, y: (x + y) * 3, ((), ())),
+    "empty": (lambda x, y: (x + y) * 3, ((0, 3), (3,))),
+}
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, in_full(torch.float16), in_full(torch.float64)])
+def test_functions_are_one_kernel_each(name: str, dtype: torch.dtype) -> None:
+    function, shapes = FUNCTIONS[name]
+    check(function, [random(shape, dtype, i) for i, shape in enumerate(shapes)])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_long_rows_are_gone_through_in_blocks(rows: int) -> None:
+    x = random((rows, LONGEST + 77), torch.float32, 0)
+    x[0, 3] = torch.inf
+    check(lambda x: F.log_softmax(x * 2, -1), [x])
+    check(lambda x: [F.layer_norm(x + 1, x.shape[-1:]), (x + 1).mean(-1)][:1], [x[:, 4:]])
+
+
+def test_a_cross_entropy_s_gradient_is_written_once() -> None:
+    scores, target = random((6, 11), torch.float32, 0), torch.tensor([1, 0, -100, 10, 3, 3])
+
+    def gradient(scores: Tensor, target: Tensor, grad: Tensor, count: Tensor) -> Tensor:
+        logs = aten._log_softmax(scores, 1, False)
+        spread = aten.nll_loss_backward(grad, logs, target, None, 1, -100, count)
+        return aten._log_softmax_backward_data(spread, logs, 1, torch.float32)
+
+    check(gradient, [scores, target, torch.tensor(0.7), torch.tensor(5.0)])
+
+
+def test_values_that_are_no_numbers_stay_so() -> None:
+    x = torch.tensor([[1.0, torch.nan, torch.inf], [-torch.inf, -torch.inf, -torch.inf], [0.0, -0.0, torch.inf]])
+
+    def function(x: Tensor) -> list[Tensor]:
+        x = -x
+        return [F.relu(x) - x, x * 0, x.amax(-1), F.softmax(x, -1), x.clamp(0, 1), torch.maximum(x, -x)]
+
+    check(function, [x])
+
+
+def test_numbers_that_are_whole_or_true() -> None:
+    x, n = random((4, 6), torch.float32, 0), torch.arange(24).view(4, 6)
+
+    def function(x: Tensor, n: Tensor) -> list[Tensor]:
+        n = n + 1
+        return [n * 2, (n > 7) & (x < 0), x + n, (n == 3).to(torch.float32) * x, n.to(torch.bfloat16)]
+
+    check(function, [x, n])
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "broadcast", "log_softmax"])
+def test_sizes_may_stay_open(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    gm = traced(function, [random(shape, torch.float32, i) for i, shape in enumerate(shapes)], open=True)
+    (region,) = fused(gm)
+    assert region.sizes
+    longer = [tuple(n + 2 if n % 2 == 1 and n > 1 else n for n in shape) for shape in shapes]
+    inputs = [random(shape, torch.float32, i) for i, shape in enumerate(longer)]
+    for ours, exact in zip(run(gm, inputs), as_list(function(*(x.double() for x in inputs)))):
+        assert apart(ours, exact) <= 4e-6
+
+
+def test_inputs_that_lie_otherwise_than_in_the_trace() -> None:
+    x = random((4, 6), torch.float32, 0)
+    (region,) = fused(traced(lambda x: x.sin() + 1, [x]))
+    (ours,) = region.launched([x.t().contiguous().t()], interpret=True)
+    assert apart(ours, x.double().sin() + 1) <= 1e-6
+
+
+# --- any graph
+
+SHAPES = st.lists(st.sampled_from([1, 2, 3, 8]), min_size=0, max_size=3)
+UNARY = {"neg": torch.neg, "abs": torch.abs, "exp": lambda x: (-x.abs()).exp(), "tanh": torch.tanh, "silu": F.silu}
+BINARY = {"add": torch.add, "mul": torch.mul, "max": torch.maximum, "where": lambda x, y: torch.where(x > y, x, y * 0.5)}
+ROWS = {"softmax": lambda x: F.softmax(x, -1), "less_mean": lambda x: x - x.mean(-1, keepdim=True), "sum": lambda x: x / (1 + x.abs().sum(-1, keepdim=True))}  # fmt: skip
+VIEWS = {
+    "flat": lambda x: x.reshape(-1),
+    "turned": lambda x: x.movedim(0, -1),
+    "cut": lambda x: x[..., 1:],
+    "longer": lambda x: torch.cat((x, -x), -1),
+    "wider": lambda x: x.unsqueeze(0).expand(2, *x.shape),
+}
+
+
+def strided(shape: Sequence[int], kind: str, dtype: torch.dtype, seed: int) -> Tensor:
+    """plain: without gaps; turned: its last dimension is the outermost in memory; gaps: every second number is not its."""
+    if kind == "turned" and shape:
+        return random((shape[-1], *shape[:-1]), dtype, seed).movedim(0, -1)
+    if kind == "gaps" and shape:
+        return random((*shape[:-1], 2 * shape[-1]), dtype, seed)[..., ::2]
+    return random(shape, dtype, seed)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), shape=SHAPES, dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+def test_any_graph_gives_what_torch_gives(data: st.DataObject, shape: list[int], dtype: torch.dtype) -> None:
+    steps = data.draw(st.lists(st.sampled_from([*UNARY, *BINARY, *ROWS, *VIEWS]), min_size=2, max_size=8), "steps")
+    kinds = data.draw(st.tuples(*[st.sampled_from(["plain", "turned", "gaps"])] * 2), "strides")
+    other = [1 if data.draw(st.booleans(), "broadcast") else n for n in shape]
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        results = []
+        for step in steps:
+            if step in BINARY:
+                x = BINARY[step](x, y if x.dim() == len(shape) and x.shape[-1:] == torch.Size(shape[-1:]) and _fits(x, y) else x)
+            elif step in UNARY or x.dim():
+                x = {**UNARY, **ROWS, **VIEWS}[step](x)
+            if len(results) < 2 and step in UNARY:
+                results.append(x)
+        return [*results, x * 2]
+
+    inputs = [strided(s, kind, dtype, i) for i, (s, kind) in enumerate(zip((shape, other), kinds))]
+    gm = traced(function, inputs)
+    fused(gm)
+    exact = function(*(x.double() for x in inputs))
+    for ours, plain, value in zip(run(gm, inputs), function(*inputs), exact):
+        assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+        assert apart(ours, value) <= 8 * len(steps) * EPSILON[dtype]
+
+
+def _fits(x: Tensor, y: Tensor) -> bool:
+    return all(b in (1, a) for a, b in zip(x.shape, y.shape))
