@@ -6,27 +6,32 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.fx import GraphModule
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from autoshard.codegen import Compilation
+from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.kernels.elementwise import LONGEST
 from autoshard.kernels.region import OPERATORS, Region, operator_of
 from autoshard.kernels.source import load
-from autoshard.passes import graphs
+from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context
+from autoshard.passes.dump import Dump
 from autoshard.passes.fuse_elementwise import FuseElementwise
+from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.torch_internals import FakeTensorMode
+from tests.models import CASES
 from tests.small import in_full
 from tests.test_kernels import EPSILON, spilled
 
@@ -46,10 +51,14 @@ def as_list(results: Any) -> list[Tensor]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-def traced(function: Function, inputs: Sequence[Tensor], open: bool = False) -> GraphModule:
-    """The graph of a function that gives a list. open: sizes are symbols."""
+def traced(function: Function, inputs: Sequence[Tensor], open: Literal["none", "rows", "all"] = "none") -> GraphModule:
+    """The graph of a function that gives a list. open: which sizes are symbols; of rows: all but a last dimension."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(x, static_shapes=not open) for x in inputs]
+    fakes = []
+    for x in inputs:
+        closed = {"none": x.dim(), "rows": 1, "all": 0}[open]
+        dims = [DimDynamic.STATIC if d >= x.dim() - closed else DimDynamic.DYNAMIC for d in range(x.dim())]
+        fakes.append(mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dims)))
     with mode:
         gm = make_fx(lambda *tensors: as_list(function(*tensors)))(*fakes)
     gm.graph.eliminate_dead_code()
@@ -83,9 +92,9 @@ def apart(ours: Tensor, exact: Tensor) -> float:
     return float(off.max()) if off.numel() else 0.0
 
 
-def check(function: Function, inputs: Sequence[Tensor], kernels: int = 1, roundings: float = 4, open: bool = False) -> None:
+def check(function: Function, inputs: Sequence[Tensor], kernels: int = 1, roundings: float = 4) -> None:
     """One kernel, and what it gives beside the same in float64; its dtypes and strides are torch's."""
-    gm = traced(function, inputs, open)
+    gm = traced(function, inputs)
     assert len(fused(gm)) == kernels, gm.code
     theirs = as_list(function(*inputs))
     exact = as_list(function(*(x.double() if x.is_floating_point() else x for x in inputs)))
@@ -195,7 +204,7 @@ def test_numbers_that_are_whole_or_true() -> None:
 @pytest.mark.parametrize("name", ["rms_norm", "rotary", "broadcast", "log_softmax"])
 def test_sizes_may_stay_open(name: str) -> None:
     function, shapes = FUNCTIONS[name]
-    gm = traced(function, [random(shape, torch.float32, i) for i, shape in enumerate(shapes)], open=True)
+    gm = traced(function, [random(shape, torch.float32, i) for i, shape in enumerate(shapes)], "all")
     (region,) = fused(gm)
     assert region.sizes
     longer = [tuple(n + 2 if n % 2 == 1 and n > 1 else n for n in shape) for shape in shapes]
@@ -264,3 +273,179 @@ def test_any_graph_gives_what_torch_gives(data: st.DataObject, shape: list[int],
 
 def _fits(x: Tensor, y: Tensor) -> bool:
     return all(b in (1, a) for a, b in zip(x.shape, y.shape))
+
+
+# --- which operations go together
+
+
+def calls(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def readers(x: Tensor, weight: Tensor) -> Tensor:
+    """A matmul reads of the first chain before the second begins."""
+    first = x.sin() + 1
+    return (first @ weight).cos() * first + 2
+
+
+def test_what_was_read_is_complete() -> None:
+    x, weight = random((4, 4), torch.float32, 0), random((4, 4), torch.float32, 1)
+    gm = traced(readers, [x, weight])
+    assert [len(calls(r.graph)) for r in fused(gm)] == [2, 3]
+    assert torch.equal(as_list(gm(x, weight))[0], readers(x, weight))
+
+
+def test_nothing_moves_over_a_write() -> None:
+    def writes(x: Tensor, y: Tensor) -> Tensor:
+        before = x.sin() + y
+        x.add_(1)
+        return before * 2
+
+    x, y = random((4, 4), torch.float32, 0), random((4, 4), torch.float32, 1)
+    gm = traced(writes, [x, y])
+    assert len(fused(gm)) == 1
+    assert torch.equal(as_list(gm(x.clone(), y))[0], writes(x.clone(), y))
+
+
+def test_views_that_others_read_stay() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return (x.sin() + 1).t() @ weight
+
+    x, weight = random((4, 3), torch.float32, 0), random((4, 2), torch.float32, 1)
+    gm = traced(function, [x, weight])
+    assert len(fused(gm)) == 1 and graphs.calls(gm, aten.t.default)
+    assert torch.equal(as_list(gm(x, weight))[0], function(x, weight))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0) + x.sum(0).sin().mul(2).div(3)[:0].sum(),  # over the first dimension
+        lambda x: torch.cumsum(x, 0),
+        lambda x: x * 2,  # alone, there is nothing to gain
+        lambda x: x[0] @ x[1],
+    ],
+)
+def test_what_has_no_kernel_stays(function: Function) -> None:
+    x = random((4, 4), torch.float32, 0)
+    gm = traced(function, [x])
+    fused(gm)
+    assert any(not str(n.target).startswith("autoshard") for n in calls(gm))
+    assert torch.equal(as_list(gm(x))[0], function(x))
+
+
+def test_cpus_have_no_kernels() -> None:
+    gm = traced(readers, [random((4, 4), torch.float32, i) for i in range(2)])
+    before = gm.code
+    assert FuseElementwise().run(gm, Context(CONTEXT.plan)).code == before
+
+
+# --- whole models
+
+
+def model_and_batch(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    build: Any = CASES[name].build
+    return build(1), CASES[name].batch(torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, inputs: dict[str, Any], inductor: bool, context: Context) -> tuple[list[Tensor], list[str]]:
+    """(loss and gradients, the kernels that its graphs call)"""
+    torch.compiler.reset()
+    model.zero_grad()
+    manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
+
+    def backend(gm: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        return Compilation(manager, context, inductor, Phases(False)).compile(gm, given)
+
+    torch.manual_seed(0)
+    loss = torch.compile(model, backend=backend)(**inputs)["loss"]
+    loss.backward()
+    changed = [name for ran in manager.history if ran.name == "fuse_elementwise" for name in ran.changed]
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *grads], [name for name in changed if name.startswith("autoshard.")]
+
+
+@pytest.mark.parametrize("name", ["llama", in_full("gpt2"), in_full("bert"), in_full("vit"), in_full("t5")])
+def test_a_model_s_regions_give_what_its_operations_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = model_and_batch(name)
+    plain, none = step(model, inputs, False, Context(CONTEXT.plan))
+    assert not none
+    one_by_one, kernels = step(model, inputs, False, CONTEXT)
+    assert kernels and all(map(torch.equal, one_by_one, plain))
+    monkeypatch.setattr(Region, "run", lambda region, tensors: region.launched(tensors, interpret=True))
+    by_kernels, _ = step(model, inputs, False, CONTEXT)
+    for ours, theirs in zip(by_kernels, plain):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.full
+def test_inductor_takes_regions() -> None:
+    model, inputs = model_and_batch("llama")
+    plain, _ = step(model, inputs, True, Context(CONTEXT.plan))
+    ours, kernels = step(model, inputs, True, CONTEXT)
+    assert kernels
+    for a, b in zip(ours, plain):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_region_is_an_operator_of_torch() -> None:
+    x = random((4, 6), torch.float32, 0)
+    (region,) = fused(traced(lambda x: [F.gelu(x) + 1, x.softmax(-1)], [x]))
+    torch.library.opcheck(operator_of(region), ([x],), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_source_is_in_the_dump(tmp_path: Path) -> None:
+    manager = PassManager((FuseElementwise(),), Dump(tmp_path))
+    gm = manager.run("code", traced(lambda x: F.gelu(x) + 1, [random((4, 6), torch.float32, 0)]), CONTEXT)
+    (call,) = [n for n in gm.graph.nodes if "kernel" in n.meta]
+    region = OPERATORS[call.target]
+    assert (tmp_path / f"{region.name}.py").read_text() == region.text and "tl.erf" in region.text
+
+
+# --- on GPUs
+
+
+def compiled(region: Region, inputs: Sequence[Tensor], capability: int) -> Any:
+    """What Triton makes of it for a GPU that need not be there, at the sizes that it would have."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "i1"}
+    _, tile = region.tile({s: inputs[i].shape[d] for s, i, d in region.sizes}, inputs)
+    warps = tile.pop("num_warps", 4)
+    function = load(region.name, region.text)
+    tensors = (*region.inputs, *region.outputs)
+    signature = {name: f"*{names[laid.dtype]}" for name, laid in zip(function.arg_names, tensors)}
+    signature |= dict.fromkeys(map(str, [s for s, _, _ in region.sizes]), "i32") | dict.fromkeys(tile, "constexpr")
+    divisible = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors) + len(region.sizes))}
+    source = ASTSource(function, signature, constexprs=tile, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+LARGE = {"rms_norm": 4096, "softmax": LONGEST, "log_softmax": 32000, "layer_norm": LONGEST, "silu_gate": 11008, "gelu_backward": 4096}
+GPU_CASES = [(name, capability) for name in LARGE for capability in (80, 90)]
+GPU_ALWAYS = {("rms_norm", 80), ("softmax", 90), ("log_softmax", 90), ("gelu_backward", 80)}
+
+
+@pytest.mark.parametrize(("name", "capability"), [case if case in GPU_ALWAYS else in_full(*case) for case in GPU_CASES])
+@pytest.mark.parametrize("open", ["none", in_full("rows")])
+def test_kernels_compile_for_gpus_and_stay_in_registers(name: str, capability: int, open: Literal["none", "rows"], tmp_path: Path) -> None:
+    function, shapes = FUNCTIONS[name]
+    longer = [(*shape[:-1], LARGE[name]) if len(shape) > 1 else (LARGE[name],) for shape in shapes]
+    inputs = [random(shape, torch.bfloat16, i) for i, shape in enumerate(longer)]
+    (region,) = fused(traced(function, inputs, open))
+    made = compiled(region, inputs, capability)
+    assert spilled(made, tmp_path) == 0
+    assert re.search(r"ld\.global\.[\w.:]*v[24]", made.asm["ptx"])  # 16 bytes at once
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_on_a_gpu(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    inputs = [random(shape, torch.float32, i).cuda() for i, shape in enumerate(shapes)]
+    gm = traced(function, inputs)
+    assert len(fused(gm)) == 1
+    for ours, exact in zip(as_list(gm(*inputs)), as_list(function(*(x.double() for x in inputs)))):
+        assert apart(ours, exact) <= 4e-6

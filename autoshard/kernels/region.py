@@ -85,14 +85,14 @@ class Region:
         device = tensors[0].device
         given = [laid.holds(t, numbers) for t, laid in zip(tensors, self.inputs)]
         made = [laid.empty(numbers, device) for laid in self.outputs]
-        rows, tile = self._tile(numbers, [*given, *made])
+        rows, tile = self.tile(numbers, [*given, *made])
         kernel = source.load(self.name, self.text, interpret)
         if programs := -(-rows // tile["ROWS"]):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
                 wrap(kernel)[(programs,)](*given, *made, *numbers.values(), **tile)
         return made
 
-    def _tile(self, numbers: Numbers, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+    def tile(self, numbers: Numbers, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
         """(how many rows there are, what a program has of them)"""
         shape = _at(self.space.shape, numbers)
         rows, columns = math.prod(shape[: self.space.split]), math.prod(shape[self.space.split :])

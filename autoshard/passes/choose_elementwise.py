@@ -203,7 +203,7 @@ def _gains(region: Region, device: Device) -> bool:
         return False
     apart = sum(_seconds(_bytes([n, *n.all_input_nodes]), device) for n in alone)
     together = _bytes([*region.given(), *region.results()])
-    return apart > _seconds(together * _idle(region.space), device)
+    return apart > _seconds(together * _idle(region), device)
 
 
 def _seconds(moved: float, device: Device) -> float:
@@ -220,10 +220,11 @@ def _hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, SymInt) else int(size)
 
 
-def _idle(space: Space) -> float:
+def _idle(region: Region) -> float:
     """How many times as long memory takes since few rows are worked on at once."""
-    if not space.reduces:
+    if not region.space.reduces:
         return 1.0
-    numbers = [int(n) if n.is_number else 64 for n in space.shape]
-    rows, columns = math.prod(numbers[: space.split]), math.prod(numbers[space.split :])
+    reads = (a for n in region.nodes for a in n.all_input_nodes)
+    numbers = next([*map(_hint, a.meta["val"].shape)] for a in reads if shape_of(a) == region.space.shape)
+    rows, columns = (math.prod(part) for part in (numbers[: region.space.split], numbers[region.space.split :]))
     return max(1.0, _PROGRAMS / max(1, rows // max(1, _PER_PROGRAM // max(1, columns))))
