@@ -29,20 +29,23 @@ class _Fused(Optimizer):
     """Steps by its family's formulas.
 
     max_norm: the norm of all parameters' gradients on all processes that the step clips to, in the same pass over memory; the
-    gradients themselves stay as they are. norm: what it was at the last step, before clipping.
+    gradients themselves stay as they are. norm: what it was at the last step, before clipping. master_weights: parameters of
+    bf16 or fp16 are stepped in float32, which the optimizer keeps beside them.
     """
 
     family: Family
     max_norm: float | None = None
     norm: Tensor | None = None
+    master_weights: bool = False
 
-    def _limit(self, max_norm: float | None) -> None:
+    def _also(self, max_norm: float | None, master_weights: bool) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ConfigError(f"max_norm: {max_norm!r} is not legal; legal: None, or more than 0")
-        self.max_norm = max_norm
+        self.max_norm, self.master_weights = max_norm, master_weights
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "max_norm": self.max_norm}  # of a copy, which torch gives nothing else
+        """Of a copy, which torch gives nothing else."""
+        return {**super().__getstate__(), "max_norm": self.max_norm, "master_weights": self.master_weights}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
@@ -65,6 +68,7 @@ class _Fused(Optimizer):
         """Of this class, or of torch.optim's of the same name."""
         _refuse_others(self, state_dict)
         super().load_state_dict(state_dict)
+        _widen(self, state_dict)
         fused_step.forget(self)
 
 
@@ -76,6 +80,17 @@ def _clipped(optimizer: Optimizer, max_norm: float, scale: Tensor | None) -> tup
     return norm, over if scale is None else over * scale
 
 
+def _widen(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
+    """torch gives what it loads the dtype of the parameter, which a master and what goes with it have not."""
+    for group, loaded in zip(optimizer.param_groups, state_dict["param_groups"]):
+        for parameter, index in zip(group["params"], loaded["params"]):
+            if fused_step.MASTER not in fused_step.keys_of(optimizer, optimizer.family, group, parameter):
+                continue
+            state, given = optimizer.state[parameter], state_dict["state"].get(index, {})
+            for key in state.keys() & given.keys() - {"step"}:
+                state[key] = given[key].to(parameter.device, torch.float32, copy=True)
+
+
 def _refuse_others(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
     kind = f"this state dict is not {type(optimizer).__name__}'s"
     for group in state_dict["param_groups"]:
@@ -83,7 +98,7 @@ def _refuse_others(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
             optimizer.family.settings(group)
         except KeyError as error:
             raise ConfigError(f"{kind}: a parameter group in it has no {error}") from error
-        keys = optimizer.family.keys
+        keys = (*optimizer.family.keys, fused_step.MASTER)
         for index in group["params"]:
             if strange := set(state_dict["state"].get(index, {})) - set(keys):
                 raise ConfigError(f"{kind}: it has {min(strange)!r}, legal: {', '.join(keys)}")
@@ -108,9 +123,10 @@ class AdamW(_Fused, optim.AdamW):
         *,
         maximize: bool = False,
         max_norm: float | None = None,
+        master_weights: bool = False,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
-        self._limit(max_norm)
+        self._also(max_norm, master_weights)
 
 
 class Adam(_Fused, optim.Adam):
@@ -129,9 +145,10 @@ class Adam(_Fused, optim.Adam):
         *,
         maximize: bool = False,
         max_norm: float | None = None,
+        master_weights: bool = False,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
-        self._limit(max_norm)
+        self._also(max_norm, master_weights)
 
 
 class SGD(_Fused, optim.SGD):
@@ -150,9 +167,10 @@ class SGD(_Fused, optim.SGD):
         *,
         maximize: bool = False,
         max_norm: float | None = None,
+        master_weights: bool = False,
     ) -> None:
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
-        self._limit(max_norm)
+        self._also(max_norm, master_weights)
 
 
 class Lion(_Fused):
@@ -172,13 +190,14 @@ class Lion(_Fused):
         *,
         maximize: bool = False,
         max_norm: float | None = None,
+        master_weights: bool = False,
     ) -> None:
         if not float(lr) >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             said = f"lr={lr!r}, betas={betas!r}, weight_decay={weight_decay!r}"
             raise ConfigError(f"{said}: legal are lr and weight_decay of 0 or more, betas in [0, 1)")
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
-        self._limit(max_norm)
+        self._also(max_norm, master_weights)
 
 
 def fuse(optimizer: Optimizer) -> Optimizer:

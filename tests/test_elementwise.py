@@ -207,6 +207,8 @@ def test_sizes_may_stay_open(name: str) -> None:
     gm = traced(function, [random(shape, torch.float32, i) for i, shape in enumerate(shapes)], "all")
     (region,) = fused(gm)
     assert region.sizes
+    if region.in_blocks and triton.__version__ < "3.7":
+        pytest.skip("this Triton's interpreter takes no loop whose end is an argument")
     longer = [tuple(n + 2 if n % 2 == 1 and n > 1 else n for n in shape) for shape in shapes]
     inputs = [random(shape, torch.float32, i) for i, shape in enumerate(longer)]
     for ours, exact in zip(run(gm, inputs), as_list(function(*(x.double() for x in inputs)))):

@@ -37,8 +37,8 @@ class Kernel:
     """What a launch computes.
 
     dtypes: of `param`, `grad` and the rule's states, in this order. scaled: gradients are divided by a scale. checked:
-    nothing is done where a flag says that a gradient is infinite. copied: the dtype of a copy of the parameters, written
-    in the same pass.
+    nothing is done where a flag says that a gradient is infinite. copied: the dtype of what `param` is the precise form of,
+    read and written in the same pass: where it is not what `param` rounds to, somebody wrote it since, and it counts.
     """
 
     rule: Rule
@@ -114,6 +114,9 @@ class Kernel:
         for name in ("param", "grad", *self.rule.states):
             if name in read:
                 yield f"{name} = tl.load({name}_at + i, mask=there).to({compute})"
+        if self.copied:
+            yield f"copy = tl.load(copy_at + i, mask=there).to({compute})"
+            yield f"param = tl.where(param.to({TYPES[self.copied]}).to({compute}) == copy, param, copy)"
         if self.scaled:
             yield "grad *= unscale"
         for name, formula in self.rule.formulas:

@@ -4,6 +4,11 @@
 once. On a GPU a Triton kernel that is generated from the optimizer's formulas takes it; on a CPU torch's own fused functions
 do. State has torch.optim's keys, and the shapes and places that `fused=True` gives it there, so state dicts are
 interchangeable.
+
+[Note: Masters] A step changes a parameter by less than half a unit of its last place in bf16, and is lost. So an optimizer
+may keep float32 copies of such parameters, its masters, in its state: it steps these, and the parameters are what they round
+to. A parameter that is anything else was written by somebody since (a checkpoint that was loaded, an average that was swapped
+in): then it counts, and its master is made of it anew.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.dtensors import local
 
 Options = Mapping[str, Any]  # of a parameter group
+MASTER, HALVES = "master", (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,15 @@ class Gradients:
 
 @dataclass
 class Rows:
-    """What one launch works on, in lists that run in parallel. states: by torch.optim's keys."""
+    """What one launch works on, in lists that run in parallel. states: by torch.optim's keys. copies: parameters of less
+    precision than what is stepped in their place, see [Note: Masters]; mostly none.
+    """
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    copies: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -250,9 +259,8 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
     """Of one device and dtypes each."""
     launches: dict[Any, Launch] = {}
     for i, options in enumerate(optimizer.param_groups):
-        keys = family.rule(options).keys
         for parameter in (p for p in options["params"] if p.grad is not None):
-            state = optimizer.state.get(parameter, {})
+            keys, state = keys_of(optimizer, family, options, parameter), optimizer.state.get(parameter, {})
             first = any(state.get(key) is None for key in keys)
             if "step" in state:  # torch counts on the CPU where a step is not fused
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
@@ -267,26 +275,49 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
 
 def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
     """What is missing is zeros."""
-    rows, keys = Rows(), family.rule(launch.options).keys
+    rows = Rows()
     for parameter in launch.parameters:
-        state = optimizer.state[parameter]
-        state.update({key: _zeros(parameter, key) for key in keys if state.get(key) is None})
+        keys, state = keys_of(optimizer, family, launch.options, parameter), optimizer.state[parameter]
+        state.update({key: _begun(parameter, key, MASTER in keys) for key in keys if state.get(key) is None})
         _add(rows, parameter, state, keys)
     return rows
 
 
 def _add(rows: Rows, parameter: nn.Parameter, state: Mapping[str, Any], keys: Sequence[str]) -> None:
-    rows.params.append(local(parameter))
+    rows.params.append(local(state[MASTER] if MASTER in keys else parameter))
+    if MASTER in keys:
+        rows.copies.append(local(parameter))
     for key in keys:
-        (rows.steps if key == "step" else rows.states[key]).append(local(state[key]))
+        if key != MASTER:
+            (rows.steps if key == "step" else rows.states[key]).append(local(state[key]))
 
 
-def _zeros(parameter: nn.Parameter, key: str) -> Tensor:
-    counts = key == "step"
-    return torch.zeros((), dtype=torch.float32, device=parameter.device) if counts else torch.zeros_like(parameter)
+def _begun(parameter: nn.Parameter, key: str, mastered: bool) -> Tensor:
+    """What is kept of a parameter before its first step."""
+    if key == "step":
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    if key == MASTER:
+        return parameter.detach().to(torch.float32)
+    return torch.zeros_like(parameter, dtype=torch.float32 if mastered else None)
+
+
+def keys_of(optimizer: Optimizer, family: Family, options: Options, parameter: Tensor) -> tuple[str, ...]:
+    """All that is kept of a parameter."""
+    mastered = getattr(optimizer, "master_weights", False) and parameter.dtype in HALVES
+    return (*family.rule(options).keys, *((MASTER,) if mastered else ()))
 
 
 def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:
+    if rows.copies:
+        rows.grads = [grad.to(torch.float32) for grad in rows.grads]
+        for master, copy in zip(rows.params, rows.copies):
+            master.copy_(torch.where(master.to(copy.dtype) == copy, master, copy))
+    _step_on_cpu(family, options, rows, gradients)
+    for master, copy in zip(rows.params, rows.copies):
+        copy.copy_(master)
+
+
+def _step_on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:
     if family.on_cpu is not None:
         if gradients.scale is not None:  # torch would leave its quotient in p.grad
             rows.grads = torch_internals.each_divided(rows.grads, gradients.scale)
@@ -311,7 +342,10 @@ def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, 
     step, device = family.rule(options), rows.params[0].device
     scale, infinite = (None if t is None else t.to(device, torch.float32) for t in (gradients.scale, gradients.infinite))
     columns = {"param": rows.params, "grad": rows.grads, **rows.states}
-    kernel = Kernel(step, tuple(values[0].dtype for values in columns.values()), scale is not None, infinite is not None)
+    dtypes = tuple(values[0].dtype for values in columns.values())
+    copied = rows.copies[0].dtype if rows.copies else None
+    kernel = Kernel(step, dtypes, scale is not None, infinite is not None, copied)
+    columns |= {"copy": rows.copies} if rows.copies else {}
     counted = torch.stack(rows.steps) if rows.steps else None
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
         multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret)
