@@ -3,6 +3,7 @@ compiled for GPUs; and which operations of a graph become regions."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,14 +22,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from autoshard.codegen import Compilation
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.kernels import tuning
 from autoshard.kernels.elementwise import LONGEST
-from autoshard.kernels.region import OPERATORS, Region, operator_of
+from autoshard.kernels.random import uniform
+from autoshard.kernels.region import OPERATORS, Region, like, operator_of
 from autoshard.kernels.source import load
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context
 from autoshard.passes.dump import Dump
 from autoshard.passes.fuse_elementwise import FuseElementwise
 from autoshard.passes.manager import PassManager
+from autoshard.passes.seed_dropout import SeedDropout
 from autoshard.plan import Plan
 from autoshard.torch_internals import FakeTensorMode
 from tests.models import CASES
@@ -147,6 +151,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "masked": (lambda x, y: torch.where(x > 0, x, y.masked_fill(y < -1, -torch.inf)).exp(), ((4, 9), (4, 9))),
     "no_dimensions": (lambda x, y: (x + y) * 3, ((), ())),
     "empty": (lambda x, y: (x + y) * 3, ((0, 3), (3,))),
+    "empty_rows": (lambda x, y: (x + y).sum(-1) * 3, ((4, 0), (4, 0))),
 }
 
 
@@ -179,6 +184,35 @@ def test_a_cross_entropy_s_gradient_is_written_once() -> None:
         return aten._log_softmax_backward_data(spread, logs, 1, torch.float32)
 
     check(gradient, [scores, target, torch.tensor(0.7), torch.tensor(5.0)])
+
+
+def test_dropout_is_a_part_of_its_kernel() -> None:
+    """Its definition in torch draws the same bits."""
+    x, seed = random((70, 33), torch.float32, 0), torch.tensor([(5 << 40) + 3])
+
+    def function(x: Tensor, seed: Tensor) -> list[Tensor]:
+        kept = torch.ops.autoshard.keep(x, seed, 0.3)
+        return [F.layer_norm(x + F.gelu(x) * kept * (1 / 0.7), (33,)), kept]
+
+    check(function, [x, seed])
+    assert float(uniform(torch.zeros(1, dtype=torch.int64), 1)) == (0x6627E8D5 >> 8) / 2**24  # its authors' own test
+    kept = function(x, seed)[1]
+    assert abs(float(kept.float().mean()) - 0.7) < 0.03
+    assert not torch.equal(kept, function(x, seed + 1)[1])
+
+
+def test_dropout_repeats_by_torch_s_seed() -> None:
+    x = random((64, 33), torch.float32, 0)
+    gm = traced(lambda x: [*aten.native_dropout(x.sin(), 0.25, True)], [x])
+    gm = SeedDropout().run(gm, CONTEXT)
+    assert len(fused(gm)) == 1 and graphs.calls(gm, aten.randint.low)
+    drawn = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        dropped, kept = as_list(gm(x))
+        torch.testing.assert_close(dropped, torch.where(kept, x.sin() / 0.75, 0))
+        drawn.append(kept)
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
 
 
 def test_values_that_are_no_numbers_stay_so() -> None:
@@ -403,6 +437,41 @@ def test_the_source_is_in_the_dump(tmp_path: Path) -> None:
     (call,) = [n for n in gm.graph.nodes if "kernel" in n.meta]
     region = OPERATORS[call.target]
     assert (tmp_path / f"{region.name}.py").read_text() == region.text and "tl.erf" in region.text
+
+
+# --- tiles
+
+
+def test_a_tile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tiles, tried = [{"ROWS": n} for n in (4, 1, 2)], []
+
+    def seconds(tile: tuning.Tile) -> float:
+        tried.append(tile["ROWS"])
+        return float(tile["ROWS"])
+
+    def in_another_job(key: str) -> tuning.Tile:
+        monkeypatch.setattr(tuning, "_known", {})
+        return tuning.best(key, tiles, seconds)
+
+    assert in_another_job("kernel") == {"ROWS": 1} and tried == [4, 1, 2]
+    assert in_another_job("kernel") == {"ROWS": 1} and len(tried) == 3
+    assert in_another_job("other kernel") == {"ROWS": 1} and len(tried) == 6
+    for spoiled in ("", "{}", '{"key": "kernel", "tile": {"ROWS": 7}}'):
+        for file in (tmp_path / "autoshard" / "tiles").iterdir():
+            file.write_text(spoiled)
+        assert in_another_job("kernel") == {"ROWS": 1}
+    assert len(tried) == 15
+
+
+def test_every_tile_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random((37, 50), torch.float32, 0)
+    (region,) = fused(traced(lambda x: [y := x.sin() + 1, y.amax(-1)], [x]))
+    expected = region.launched([x], interpret=True)
+    rows, tile = region.tile({}, [x])
+    for other in like(tile):
+        monkeypatch.setattr(Region, "tile", lambda *_, other=other: (rows, other))
+        assert all(map(torch.equal, region.launched([x], interpret=True), expected))
 
 
 # --- on GPUs

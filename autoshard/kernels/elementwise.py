@@ -28,6 +28,7 @@ from autoshard.kernels.places import Index, Shape, Unsupported, broadcast, resha
 from autoshard.kernels.primitives import (
     BOOLEAN,
     CONSTANT,
+    DRAWN,
     JOINS,
     POINTWISE,
     REDUCTIONS,
@@ -179,6 +180,8 @@ class Writer:
             return self._rounded(self._cast(self._value(source, index), source, node), node)
         if kind in CONSTANT or kind == "iota":
             return self._constant(node, index)
+        if kind == DRAWN:
+            return self._kept(node, index)
         if kind in JOINS:
             return self._one_of(_parts(node), node, index)
         raise Unsupported(str(node.target))
@@ -229,6 +232,13 @@ class Writer:
             place = size(node.kwargs["start"]) + size(node.kwargs["step"]) * index[0]
             return self.out.assign(f"tl.full({self._one}, 0, {_type_of(node)}) + {{0}}", sympy.expand(place))
         return self.out.assign(f"tl.full({self._one}, {literal(_filled(node))}, {_type_of(node)})")
+
+    def _kept(self, node: Node, index: Index) -> str:
+        seed, p = self._value(node.args[1], (Integer(0),)), literal(node.args[2])
+        place: Expr = Integer(0)
+        for i, n in zip(index, shape_of(node)):
+            place = sympy.expand(place * n + i)
+        return self.out.assign(f"uniform({seed}, tl.full({self._one}, 0, tl.int64) + {{0}}) >= {p}", place)
 
     @property
     def _one(self) -> str:

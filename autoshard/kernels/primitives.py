@@ -38,6 +38,7 @@ REDUCTIONS: dict[str, tuple[str, str]] = {
     "sum": ("0", "add"), "mean": ("0", "add"), "amax": ('float("-inf")', "maximum"), "amin": ('float("inf")', "minimum"),
 }  # fmt: skip
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach"])
+DRAWN = "keep"  # see `random`
 JOINS = frozenset(["cat", "slice_backward"])  # a number of theirs is one of several's
 
 # Taken apart into the above. Those of `native_layer_norm_backward` and of batch norms reduce over the wrong dimensions.

@@ -25,6 +25,7 @@ from autoshard.kernels import source
 from autoshard.kernels.elementwise import Space, Writer, open_sizes, shape_of, size
 from autoshard.kernels.places import Shape, Unsupported
 from autoshard.kernels.primitives import decompositions, name_of
+from autoshard.kernels.tuning import Tile, best
 
 _FAR = 1 << 31  # bytes beyond which places are counted in 64 bits
 _NUMBERS = 1024  # that a program goes through where nothing is reduced
@@ -32,6 +33,11 @@ _TILE = 2048  # that it has of rows, if one is not longer
 _BLOCK = 2048  # of a row that is too long to be held
 Wrap = Callable[[Any], Any]
 Numbers = Mapping[Symbol, Any]  # of the sizes that a trace left open
+
+
+def as_it_is(kernel: Any) -> Any:
+    """Nothing is around it."""
+    return kernel
 
 
 @dataclass(frozen=True)
@@ -75,33 +81,52 @@ class Region:
     outputs: tuple[Laid, ...]
     sizes: tuple[tuple[Symbol, int, int], ...]
 
-    def run(self, tensors: Sequence[Tensor], wrap: Wrap = lambda kernel: kernel) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor], wrap: Wrap = as_it_is) -> list[Tensor]:
         """Its results. wrap: around the kernel, where that is traced."""
         return self.launched(tensors, wrap) if tensors[0].device.type == "cuda" else list(self.graph(*tensors))
 
-    def launched(self, tensors: Sequence[Tensor], wrap: Wrap = lambda kernel: kernel, interpret: bool = False) -> list[Tensor]:
+    def launched(self, tensors: Sequence[Tensor], wrap: Wrap = as_it_is, interpret: bool = False) -> list[Tensor]:
         """Its results, by its kernel. interpret: on the CPU, for tests."""
         numbers = {s: tensors[i].shape[d] for s, i, d in self.sizes}
         device = tensors[0].device
         given = [laid.holds(t, numbers) for t, laid in zip(tensors, self.inputs)]
         made = [laid.empty(numbers, device) for laid in self.outputs]
         rows, tile = self.tile(numbers, [*given, *made])
-        kernel = source.load(self.name, self.text, interpret)
-        if programs := -(-rows // tile["ROWS"]):
+        kernel = wrap(source.load(self.name, self.text, interpret))
+
+        def launch(tile: Tile) -> None:
+            kernel[(-(-rows // tile["ROWS"]),)](*given, *made, *numbers.values(), **tile)
+
+        if any(t.numel() for t in made):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
-                wrap(kernel)[(programs,)](*given, *made, *numbers.values(), **tile)
+                launch(self._tuned(rows, tile, launch) if wrap is as_it_is and device.type == "cuda" else tile)
         return made
 
-    def tile(self, numbers: Numbers, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
-        """(how many rows there are, what a program has of them)"""
+    def _tuned(self, rows: int, tile: Tile, launch: Callable[[Tile], None]) -> Tile:
+        """The best of tiles like this one; a result is written as often as one is tried."""
+        import triton
+
+        key = f"{self.name} {tile} {torch.cuda.get_device_name()} triton {triton.__version__} 2**{rows.bit_length()} rows"
+        return best(key, like(tile), lambda other: float(triton.testing.do_bench(lambda: launch(other), 2, 10)))
+
+    def tile(self, numbers: Numbers, tensors: Sequence[Tensor]) -> tuple[Any, Tile]:
+        """(how many rows there are, what a program has of them unless it is tuned)"""
         shape = _at(self.space.shape, numbers)
         rows, columns = math.prod(shape[: self.space.split]), math.prod(shape[self.space.split :])
         wide = any(t.untyped_storage().nbytes() >= _FAR for t in tensors)
         if not self.space.reduces:
-            return rows, {"ROWS": _NUMBERS, "WIDE": wide}
+            return rows, {"ROWS": _NUMBERS, "WIDE": wide, "num_warps": 4}
         held = _BLOCK if self.in_blocks else 1 << max(0, columns - 1).bit_length()
         each = max(1, _TILE // held)
         return rows, {"ROWS": each, "COLUMNS": held, "WIDE": wide, "num_warps": min(16, max(4, each * held // 512))}
+
+
+def like(tile: Tile) -> list[Tile]:
+    """Tiles to choose among: with more or fewer rows and threads. Blocks of a row stay, and with them the order of sums
+    within a thread."""
+    rows, warps = tile["ROWS"], tile["num_warps"]
+    pairs = [(rows, warps), (max(1, rows // 2), warps), (rows * 2, warps), (rows, min(32, warps * 2)), (rows, max(1, warps // 2))]
+    return [{**tile, "ROWS": r, "num_warps": w} for r, w in dict.fromkeys(pairs)]
 
 
 def _at(sizes: Shape, numbers: Numbers) -> tuple[Any, ...]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from autoshard.cache import cache_folder
+from autoshard.cache import cache_folder, write_at_once
 
 
 @functools.cache
@@ -35,19 +34,8 @@ def load(name: str, text: str, interpret: bool = False) -> Any:
 def _file(name: str, text: str) -> Path:
     """In the cache, or where that cannot be written to, in a folder of this process."""
     path = cache_folder() / "kernels" / name
-    try:
-        if not path.exists() or path.read_text() != text:
-            _write(path, text)
-    except OSError:
-        path = Path(tempfile.mkdtemp(prefix="autoshard_")) / name
-        path.write_text(text)
+    if path.exists() and path.read_text() == text or write_at_once(path, text):
+        return path
+    path = Path(tempfile.mkdtemp(prefix="autoshard_")) / name
+    path.write_text(text)
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    """At once, since other processes of the job write the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    Path(temporary).replace(path)

@@ -24,6 +24,7 @@ from autoshard.kernels.elementwise import Space, shape_of
 from autoshard.kernels.primitives import (
     COMPOSITE,
     CONSTANT,
+    DRAWN,
     JOINS,
     POINTWISE,
     REDUCTIONS,
@@ -34,7 +35,7 @@ from autoshard.kernels.primitives import (
 from autoshard.passes import graphs
 
 _OF_LAST_DIMENSION = frozenset(["_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"])
-_KINDS = frozenset(POINTWISE) | SAME | CONSTANT | JOINS | COMPOSITE
+_KINDS = frozenset(POINTWISE) | SAME | CONSTANT | JOINS | COMPOSITE | {DRAWN}
 _PROGRAMS = 100  # that together keep a GPU's memory busy
 _PER_PROGRAM = 2048  # numbers
 

@@ -21,6 +21,7 @@ from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.overlap import Overlap
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
+from autoshard.passes.seed_dropout import SeedDropout
 from autoshard.passes.sync_buffers import SyncBuffers
 from autoshard.passes.take_rows import TakeRows
 from autoshard.passes.take_whole import TakeWhole
@@ -29,13 +30,13 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        Regather, Recompute, Bucket, Lower, Overlap, EarlyMatmuls, FuseElementwise
+        Regather, Recompute, Bucket, Lower, Overlap, EarlyMatmuls, SeedDropout, FuseElementwise
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "regather,recompute,bucket,lower,overlap,early_matmuls,fuse_elementwise"
+    "regather,recompute,bucket,lower,overlap,early_matmuls,seed_dropout,fuse_elementwise"
 )
 
 
