@@ -30,6 +30,7 @@ check: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/optimizer.py
+	if command -v nvidia-smi >/dev/null; then $(BIN)/python bench/gpu_kernels.py; fi
 
 bench-accuracy: $(VENV)/ready
 	$(BIN)/python bench/accuracy.py

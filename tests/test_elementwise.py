@@ -3,7 +3,7 @@ compiled for GPUs; and which operations of a graph become regions."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,8 +19,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import autoshard
 from autoshard.codegen import Compilation
 from autoshard.console import Phases
+from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.kernels import tuning
 from autoshard.kernels.elementwise import LONGEST
@@ -36,7 +38,7 @@ from autoshard.passes.seed_dropout import SeedDropout
 from autoshard.plan import Plan
 from autoshard.torch_internals import FakeTensorMode
 from tests.models import CASES
-from tests.small import in_full
+from tests.small import Net, in_full
 from tests.test_kernels import EPSILON, spilled
 
 triton = pytest.importorskip("triton")
@@ -402,7 +404,7 @@ def step(model: nn.Module, inputs: dict[str, Any], inductor: bool, context: Cont
     return [loss.detach(), *grads], [name for name in changed if name.startswith("autoshard.")]
 
 
-@pytest.mark.parametrize("name", ["llama", in_full("gpt2"), in_full("bert"), in_full("vit"), in_full("t5")])
+@pytest.mark.parametrize("name", ["bert", in_full("gpt2"), in_full("llama"), in_full("vit"), in_full("t5")])
 def test_a_model_s_regions_give_what_its_operations_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = model_and_batch(name)
     plain, none = step(model, inputs, False, Context(CONTEXT.plan))
@@ -437,6 +439,38 @@ def test_the_source_is_in_the_dump(tmp_path: Path) -> None:
     (call,) = [n for n in gm.graph.nodes if "kernel" in n.meta]
     region = OPERATORS[call.target]
     assert (tmp_path / f"{region.name}.py").read_text() == region.text and "tl.erf" in region.text
+
+
+def test_on_a_cpu_codegen_is_eager_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    torch.compiler.reset()
+    backend = autoshard.backend(autoshard.Config(codegen="triton", verbose=False))
+    model = Net()
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    loss = torch.compile(model, backend=backend)(x)
+    loss.backward()
+    plain(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))
+    assert "'triton' is for GPUs: on cpu it is 'eager' instead" in " ".join("".join(capfd.readouterr()).split())
+
+
+def test_a_plan_for_gpus_counts_kernels() -> None:
+    """What the regions of a block do alone is memory traffic, which they spare."""
+    inputs = {"x": torch.randn(64, 512)}
+    took = {}
+    for codegen in ("eager", "triton"):
+        plan = autoshard.plan(Gated(), inputs, autoshard.Config(codegen=codegen), cluster=Cluster(1, 1, DEVICES["h100"]))
+        took[codegen] = plan.predicted
+    assert took["triton"].step_seconds < took["eager"].step_seconds
+    assert took["triton"].peak_bytes <= took["eager"].peak_bytes
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(512, 2048), nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(F.silu(self.gate(x)) * self.up(x))).square().mean()
 
 
 # --- tiles

@@ -1,1 +1,1 @@
-"""Triton kernels, generated from formulas. Nothing here knows of processes, plans or graphs."""
+"""Triton kernels, generated from formulas or graphs. Nothing here knows of processes or plans."""
