@@ -109,6 +109,7 @@ def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.M
     assert "torch.ops._c10d_functional.all_gather_into_tensor" in lowered
 
 
+@pytest.mark.full
 def test_without_a_compiler_codegen_is_eager_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
     os.environ["PATH"], os.environ["CXX"] = "/nowhere", "/nowhere/g++"
