@@ -4,6 +4,8 @@ compiled for GPUs; and which operations of a graph become regions."""
 from __future__ import annotations
 
 import copy
+import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -355,6 +357,35 @@ def test_views_that_others_read_stay() -> None:
     assert torch.equal(as_list(gm(x, weight))[0], function(x, weight))
 
 
+def test_operations_with_options_have_no_kernel() -> None:
+    """add's alpha, div's rounding, and the same bits as another dtype; what is around them has."""
+    x = random((4, 6), torch.float32, 0)
+
+    def function(x: Tensor) -> list[Tensor]:
+        y = x.sin() + 1
+        a = torch.add(y, x, alpha=3) * 2 - 1
+        b = torch.div(y * 3, 2, rounding_mode="floor") * 2 - 1
+        c = y.view(torch.int32) * 2 + 1
+        return [a, b, c, torch.rsub(y, 2, alpha=2), y[-1:], y[:, -3:-1] * 2, y.select(0, -1) + y.select(1, -2)[0]]
+
+    gm = traced(function, [x])
+    assert fused(gm)
+    for ours, theirs in zip(run(gm, [x]), function(x)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_items_may_be_taken_late() -> None:
+    gm = traced(lambda x, w: list(aten.native_layer_norm(x.sin() + 1, [6], None, None, 1e-5))[:2] + [w @ w], [torch.randn(4, 6), torch.randn(3, 3)])
+    late = [n for n in calls(gm) if n.target is operator.getitem][-1]
+    (product,) = graphs.calls(gm, aten.mm.default)
+    normed = next(n for n in calls(gm) if n.target is operator.getitem)
+    with gm.graph.inserting_after(product):
+        reader = gm.graph.call_function(aten.mm.default, (normed, normed))
+        reader.meta["val"] = normed.meta["val"]
+    reader.append(late)
+    assert len(fused(gm)) == 1
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -498,13 +529,13 @@ def test_a_tile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(tried) == 15
 
 
-def test_every_tile_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_gives_the_same() -> None:
     x = random((37, 50), torch.float32, 0)
     (region,) = fused(traced(lambda x: [y := x.sin() + 1, y.amax(-1)], [x]))
     expected = region.launched([x], interpret=True)
-    rows, tile = region.tile({}, [x])
-    for other in like(tile):
-        monkeypatch.setattr(Region, "tile", lambda *_, other=other: (rows, other))
+    sized = region.sized((), False)
+    for tile in like(sized.tile):
+        region.at_sizes[(), False] = dataclasses.replace(sized, tile=tile)
         assert all(map(torch.equal, region.launched([x], interpret=True), expected))
 
 
@@ -517,7 +548,7 @@ def compiled(region: Region, inputs: Sequence[Tensor], capability: int) -> Any:
     from triton.compiler import ASTSource
 
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "i1"}
-    _, tile = region.tile({s: inputs[i].shape[d] for s, i, d in region.sizes}, inputs)
+    tile = dict(region.sized(tuple(inputs[i].shape[d] for _, i, d in region.sizes), False).tile)
     warps = tile.pop("num_warps", 4)
     function = load(region.name, region.text)
     tensors = (*region.inputs, *region.outputs)

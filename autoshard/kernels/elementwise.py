@@ -12,6 +12,7 @@ these, and for the results.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,6 +204,8 @@ class Writer:
     def _through(self, node: Node, index: Index) -> Index:
         """Where in its input a view has what it has at this place."""
         kind, given = name_of(node.target), shape_of(node.args[0])
+        if node.meta["val"].dtype is not node.args[0].meta["val"].dtype:  # type: ignore[union-attr]
+            raise Unsupported("the same bits as another dtype")
         if kind in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"):
             return reshaped(index, shape_of(node), given, self.sizes)
         if kind == "expand":
@@ -218,7 +221,7 @@ class Writer:
 
     def _computed(self, node: Node, index: Index) -> str:
         kind, arguments = name_of(node.target), node.args
-        if node.kwargs or not all(isinstance(a, Node | int | float) for a in arguments):
+        if not is_plain(node):
             raise Unsupported(f"{node.target}{arguments} {node.kwargs}")
         values = [self._value(a, broadcast(index, shape_of(a))) for a in arguments]
         to = _promoted(arguments) if kind in BOOLEAN else _wide(node.meta["val"].dtype)
@@ -290,6 +293,12 @@ def open_sizes(graph: Graph) -> list[sympy.Symbol]:
     tensors = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
     found = {s for t in tensors for n in (*t.shape, *t.stride()) for s in size(n).free_symbols}
     return sorted(found, key=str)
+
+
+def is_plain(node: Node) -> bool:
+    """Whether a pointwise call has as many arguments as its expression, tensors and numbers, and no options."""
+    arguments = set(re.findall(r"{\d}", POINTWISE[name_of(node.target)]))
+    return not node.kwargs and len(node.args) == len(arguments) and all(isinstance(a, Node | int | float) for a in node.args)
 
 
 def _function(node: Node) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,17 +54,33 @@ class Laid:
         value = node.meta["val"]
         return Laid(shape_of(node), tuple(map(size, value.stride())), value.dtype)
 
-    def empty(self, numbers: Numbers, device: torch.device) -> Tensor:
-        """One that lies so."""
-        shape, strides = _at(self.shape, numbers), _at(self.strides, numbers)
-        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+    def at(self, numbers: Numbers) -> Laid:
+        """With its sizes as numbers."""
+        return Laid(_at(self.shape, numbers), _at(self.strides, numbers), self.dtype)
 
-    def holds(self, tensor: Tensor, numbers: Numbers) -> Tensor:
+    def empty(self, device: torch.device) -> Tensor:
+        """One that lies so."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def holds(self, tensor: Tensor) -> Tensor:
         """The tensor, or a copy that lies as it was traced."""
-        strides = _at(self.strides, numbers)
-        if all(a == b or n == 1 for a, b, n in zip(tensor.stride(), strides, tensor.shape)):
+        if tensor.stride() == self.strides or _lies(tensor, self.strides):
             return tensor
-        return self.empty(numbers, tensor.device).copy_(tensor)
+        return self.empty(tensor.device).copy_(tensor)
+
+
+def _lies(tensor: Tensor, strides: Shape) -> bool:
+    return all(a == b or n == 1 for a, b, n in zip(tensor.stride(), strides, tensor.shape))
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A region at certain sizes."""
+
+    given: tuple[Laid, ...]
+    made: tuple[Laid, ...]
+    rows: Any
+    tile: Tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +96,8 @@ class Region:
     inputs: tuple[Laid, ...]
     outputs: tuple[Laid, ...]
     sizes: tuple[tuple[Symbol, int, int], ...]
+    at_sizes: dict[Any, Sized] = field(default_factory=dict)  # what is below takes longer than a launch
+    tuned: dict[Any, Tile] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[Tensor], wrap: Wrap = as_it_is) -> list[Tensor]:
         """Its results. wrap: around the kernel, where that is traced."""
@@ -87,38 +105,52 @@ class Region:
 
     def launched(self, tensors: Sequence[Tensor], wrap: Wrap = as_it_is, interpret: bool = False) -> list[Tensor]:
         """Its results, by its kernel. interpret: on the CPU, for tests."""
-        numbers = {s: tensors[i].shape[d] for s, i, d in self.sizes}
+        sizes = tuple(tensors[i].shape[d] for _, i, d in self.sizes)
+        wide = any(t.untyped_storage().nbytes() >= _FAR for t in tensors)
+        traced = wrap is not as_it_is
+        sized = self.sized(sizes, wide) if traced else self._known(sizes, wide)
         device = tensors[0].device
-        given = [laid.holds(t, numbers) for t, laid in zip(tensors, self.inputs)]
-        made = [laid.empty(numbers, device) for laid in self.outputs]
-        rows, tile = self.tile(numbers, [*given, *made])
+        given = [laid.holds(t) for laid, t in zip(sized.given, tensors)]
+        made = [laid.empty(device) for laid in sized.made]
         kernel = wrap(source.load(self.name, self.text, interpret))
 
         def launch(tile: Tile) -> None:
-            kernel[(-(-rows // tile["ROWS"]),)](*given, *made, *numbers.values(), **tile)
+            kernel[(-(-sized.rows // tile["ROWS"]),)](*given, *made, *sizes, **tile)
 
         if any(t.numel() for t in made):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
-                launch(self._tuned(rows, tile, launch) if wrap is as_it_is and device.type == "cuda" else tile)
+                launch(sized.tile if traced or interpret else self._tuned((sizes, wide), sized, launch))
         return made
 
-    def _tuned(self, rows: int, tile: Tile, launch: Callable[[Tile], None]) -> Tile:
+    def _tuned(self, at: Any, sized: Sized, launch: Callable[[Tile], None]) -> Tile:
         """The best of tiles like this one; a result is written as often as one is tried."""
-        import triton
+        if at not in self.tuned:
+            import triton
 
-        key = f"{self.name} {tile} {torch.cuda.get_device_name()} triton {triton.__version__} 2**{rows.bit_length()} rows"
-        return best(key, like(tile), lambda other: float(triton.testing.do_bench(lambda: launch(other), 2, 10)))
+            of_device = f"{torch.cuda.get_device_name()} triton {triton.__version__}"
+            key = f"{self.name} {sized.tile} {of_device} 2**{sized.rows.bit_length()} rows"
+            measure = lambda tile: float(triton.testing.do_bench(lambda: launch(tile), 2, 10))  # noqa: E731
+            self.tuned[at] = best(key, like(sized.tile), measure)
+        return self.tuned[at]
 
-    def tile(self, numbers: Numbers, tensors: Sequence[Tensor]) -> tuple[Any, Tile]:
-        """(how many rows there are, what a program has of them unless it is tuned)"""
+    def _known(self, sizes: tuple[int, ...], wide: bool) -> Sized:
+        if (sizes, wide) not in self.at_sizes:
+            self.at_sizes[sizes, wide] = self.sized(sizes, wide)
+        return self.at_sizes[sizes, wide]
+
+    def sized(self, sizes: tuple[Any, ...], wide: bool) -> Sized:
+        """Its tensors, how many rows there are, and what a program has of them unless it is tuned."""
+        numbers = dict(zip((s for s, _, _ in self.sizes), sizes))
         shape = _at(self.space.shape, numbers)
         rows, columns = math.prod(shape[: self.space.split]), math.prod(shape[self.space.split :])
-        wide = any(t.untyped_storage().nbytes() >= _FAR for t in tensors)
+        given, made = (tuple(laid.at(numbers) for laid in of) for of in (self.inputs, self.outputs))
+        wide = wide or rows * columns * 8 >= _FAR
         if not self.space.reduces:
-            return rows, {"ROWS": _NUMBERS, "WIDE": wide, "num_warps": 4}
+            return Sized(given, made, rows, {"ROWS": _NUMBERS, "WIDE": wide, "num_warps": 4})
         held = _BLOCK if self.in_blocks else 1 << max(0, columns - 1).bit_length()
         each = max(1, _TILE // held)
-        return rows, {"ROWS": each, "COLUMNS": held, "WIDE": wide, "num_warps": min(16, max(4, each * held // 512))}
+        warps = min(16, max(4, each * held // 512))
+        return Sized(given, made, rows, {"ROWS": each, "COLUMNS": held, "WIDE": wide, "num_warps": warps})
 
 
 def like(tile: Tile) -> list[Tile]:

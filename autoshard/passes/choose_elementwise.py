@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.work import Work
-from autoshard.kernels.elementwise import Space, shape_of
+from autoshard.kernels.elementwise import Space, is_plain, shape_of
 from autoshard.kernels.primitives import (
     COMPOSITE,
     CONSTANT,
@@ -46,6 +46,11 @@ class Region:
 
     space: Space
     nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def last(self) -> Node:
+        """Behind which it can run; items of what it gives may be taken anywhere."""
+        return next(n for n in reversed(self.nodes) if n.target is not operator.getitem)
 
     def given(self) -> list[Node]:
         """What it reads."""
@@ -154,6 +159,8 @@ def _space(node: Node) -> Space | None:
     """What one operation goes through; None if it has no kernel."""
     name = name_of(node.target)
     if not _reads_tensors(node) or name not in _KINDS | REDUCTIONS.keys():
+        return None
+    if name in POINTWISE and not is_plain(node):
         return None
     if name in ("native_layer_norm", "sum", "mean", "amax", "amin", "var_mean", "var"):
         return _space_of_rows(node, name)

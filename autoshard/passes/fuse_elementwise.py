@@ -40,10 +40,10 @@ def _fuse(gm: GraphModule, region: Region) -> None:
         made = region_of(_alone(region, given, results), region.space)
     except Unsupported:
         return  # it stays as it is
-    with gm.graph.inserting_before(region.nodes[-1].next):
+    with gm.graph.inserting_before(region.last.next):
         call = gm.graph.call_function(operator_of(made), (given,))
         items = [gm.graph.call_function(operator.getitem, (call, i)) for i in range(len(results))]
-    call.meta.update(region.nodes[-1].meta)  # the user's line
+    call.meta.update(region.last.meta)  # the user's line
     call.meta["val"] = [n.meta["val"] for n in results]
     call.meta["kernel"] = "reduction" if region.space.reduces else "pointwise"
     call.meta["source"] = made.name, made.text
