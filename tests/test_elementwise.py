@@ -335,6 +335,19 @@ def test_what_was_read_is_complete() -> None:
     assert torch.equal(as_list(gm(x, weight))[0], readers(x, weight))
 
 
+def test_what_reads_the_same_is_one_kernel() -> None:
+    """As the gradients of a gate do."""
+
+    def gate(grad: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [aten.silu_backward(grad * y, x), grad * F.silu(x), (x.sum(0) + 1) * 2]
+
+    inputs = [random((4, 6), torch.float32, i) for i in range(3)]
+    gm = traced(gate, inputs)
+    first, second = fused(gm)
+    assert len(first.outputs) == 2 and len(second.outputs) == 1
+    assert all(map(torch.equal, as_list(gm(*inputs)), gate(*inputs)))
+
+
 def test_nothing_moves_over_a_write() -> None:
     def writes(x: Tensor, y: Tensor) -> Tensor:
         before = x.sin() + y

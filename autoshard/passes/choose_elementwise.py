@@ -1,7 +1,7 @@
 """Decision: which elementwise operations of a graph become one kernel.
 
 [Note: Elementwise regions] An operation joins the regions that it reads, if they go through the same numbers, or if what they
-compute is read nowhere else and can be computed where it is needed. The whole region then runs where its last operation
+compute is read nowhere else and can be computed where it is needed; and regions beside it that read the same. The whole region then runs where its last operation
 stands, so nothing outside may have read of it before: what joins comes after, and a region that was read from is complete.
 No other operation moves, so the planned order of collectives stays.
 """
@@ -38,6 +38,7 @@ _OF_LAST_DIMENSION = frozenset(["_softmax", "_log_softmax", "_safe_softmax", "_s
 _KINDS = frozenset(POINTWISE) | SAME | CONSTANT | JOINS | COMPOSITE | {DRAWN}
 _PROGRAMS = 100  # that together keep a GPU's memory busy
 _PER_PROGRAM = 2048  # numbers
+_NEAR, _MOST = 16, 10  # nodes between regions that are joined since they read the same, and tensors that they read
 
 
 @dataclass
@@ -114,6 +115,8 @@ class _Grouping:
             for read in dict.fromkeys(node.all_input_nodes):
                 if read in self.of and self.of[read] is not region:
                     self._join(self.of[read], region, node)
+            for beside in self._beside(region, node):
+                self._join(beside, region, node)
             self._put(region.nodes, region)
             self.open.add(id(region))
 
@@ -126,6 +129,13 @@ class _Grouping:
         region = self.of.get(node.args[0])  # type: ignore[arg-type]
         if region is not None and _reads_tensors(node) and self._may_move(region.nodes, node):
             self._put([node], region)
+
+    def _beside(self, region: Region, node: Node) -> list[Region]:
+        """Regions just before it that read the same large tensor, which needs to be read only once."""
+        large = (a for a in region.given() if shape_of(a) == region.space.shape)
+        found = {id(r): r for a in large for u in a.users if (r := self.of.get(u)) and self.at[node] - self.at[u] <= _NEAR}
+        alike = (r for r in found.values() if r is not region and r.space.shape == region.space.shape)
+        return [r for r in alike if len(r.given()) + len(region.given()) <= _MOST]
 
     def _join(self, earlier: Region, region: Region, node: Node) -> None:
         """Makes them one, if they can be."""
