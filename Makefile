@@ -12,13 +12,19 @@ export OMP_NUM_THREADS ?= 1
 # Modules are compiled when they are imported; most never are.
 export PIP_NO_COMPILE := 1
 
-.PHONY: demo test test-all check bench bench-accuracy bench-recompute wheel clean
+.PHONY: demo test test-alone test-together test-all check bench bench-accuracy bench-recompute wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),75MiB)
 
-test: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations 25
+test: test-alone test-together
+
+# Tests that need one process, two at a time, and those that start processes of their own.
+test-alone: $(VENV)/ready
+	$(BIN)/python -m pytest -q --durations 10 -m alone -n 2
+
+test-together: $(VENV)/ready
+	$(BIN)/python -m pytest -q --durations 20 -m "not alone"
 
 test-all: $(VENV)/ready
 	$(BIN)/python -m pytest -q --full
