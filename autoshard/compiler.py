@@ -213,7 +213,8 @@ class Backend:
 
     def _fuses(self, inputs: Sequence[Any]) -> Device | None:
         """See `Context`."""
-        found = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
+        devices = [x.device for x in inputs if isinstance(x, Tensor)]
+        found = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
         if self.config.codegen == "triton" and found.type != "cuda":
             self._phases.warn(f"codegen 'triton' is for GPUs: on {found.type} it is 'eager' instead")
             self.config = replace(self.config, codegen="eager")

@@ -85,6 +85,7 @@ def _widen(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
     for group, loaded in zip(optimizer.param_groups, state_dict["param_groups"]):
         for parameter, index in zip(group["params"], loaded["params"]):
             if fused_step.MASTER not in fused_step.keys_of(optimizer, optimizer.family, group, parameter):
+                optimizer.state.get(parameter, {}).pop(fused_step.MASTER, None)  # of one that had them
                 continue
             state, given = optimizer.state[parameter], state_dict["state"].get(index, {})
             for key in state.keys() & given.keys() - {"step"}:

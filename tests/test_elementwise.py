@@ -387,6 +387,67 @@ def test_operations_with_options_have_no_kernel() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+EDGES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
+    "a start before the front": (lambda x: (x * 2 + 1)[:, -512:] * 3, ((4, 6),)),
+    "lines that are negative in parts": (
+        lambda a, b: torch.cat([a * 1, (b.t() * 1).reshape(6)])[1:7].view(2, 3) * 2, ((3,), (3, 2))
+    ),
+    "parts that are shorter than their place": (
+        lambda a, b: torch.cat([(a * 1).unsqueeze(1).expand(2, 3).reshape(6), b]).view(4, 3) * 2, ((2,), (6,))
+    ),
+    "one number of a concatenation": (lambda x, y: (torch.cat([x * 2, y]) * 1)[5] * y, ((3,), (3,))),
+    "both are true": (lambda x, y: ((x > 0) + (y > 0)).float() * 2, ((9,), (9,))),
+    "a concatenation of truths": (lambda x, y: torch.cat([(x > 0) & (y > 0), x < 0]), ((9,), (9,))),
+    "a power of whole numbers": (lambda x: (x * 0 + 5e9).to(torch.int64).pow(2.0) * 0.5, ((4,),)),
+    "a constant of more precision": (lambda x: ((x * 0 + 0.1) == torch.tensor(0.1, dtype=torch.float64)).float() * 2, ((4,),)),
+    "whole numbers that are full of a fraction": (lambda x: torch.full((4,), 2.7, dtype=torch.int64) * 2 + x, ((4,),)),
+    "an empty part": (lambda x: torch.cat([torch.zeros(0), x * 2], -2) * 3, ((4, 6),)),
+    "nothing is given": (lambda x: [(torch.full((4, 6), 2.0) * 2).sin() + 1, x], ((4,),)),
+    "a view of nothing": (lambda x: (x * 2).view(-1).sin(), ((0, 3),)),
+    "softmax of one number": (lambda x: F.softmax(x * 2, 0) + x.sum(0), ((),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str) -> None:
+    function, shapes = EDGES[name]
+    inputs = [random(shape, torch.float32, i) for i, shape in enumerate(shapes)]
+    gm = traced(function, inputs)
+    fused(gm)
+    for ours, theirs in zip(run(gm, inputs), as_list(function(*inputs))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_variance_far_from_zero() -> None:
+    x = (1000 + 4 * random((4, 256), torch.float32, 0)).bfloat16()
+    gm = traced(lambda x: x.mul(1.0).var(-1), [x])
+    assert fused(gm)
+    torch.testing.assert_close(run(gm, [x])[0], x.float().var(-1).bfloat16(), rtol=2**-7, atol=0)
+
+
+def test_operations_of_others_are_not_torch_s() -> None:
+    with torch.library._scoped_library("autoshard_tests", "FRAGMENT") as library:
+        library.define("maximum(Tensor a, Tensor b) -> Tensor")
+        library.impl("maximum", lambda a, b: torch.minimum(a, b), "CompositeExplicitAutograd")
+        inputs = [random((4, 6), torch.float32, i) for i in range(2)]
+        function = lambda a, b: torch.ops.autoshard_tests.maximum(a * 2 + 1, b) * 3 - 1  # noqa: E731
+        gm = traced(function, inputs)
+        fused(gm)
+        torch.testing.assert_close(run(gm, inputs)[0], function(*inputs))
+
+
+def test_a_view_taken_after_a_write_does_not_take_its_kernel_along() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        b = x.sin() * y
+        y.mul_(0)
+        return b.t()
+
+    inputs = [random((4, 4), torch.float32, i) for i in range(2)]
+    gm = traced(function, inputs)
+    assert len(fused(gm)) == 1
+    assert torch.equal(as_list(gm(*(x.clone() for x in inputs)))[0], function(*(x.clone() for x in inputs)))
+
+
 def test_items_may_be_taken_late() -> None:
     gm = traced(lambda x, w: list(aten.native_layer_norm(x.sin() + 1, [6], None, None, 1e-5))[:2] + [w @ w], [torch.randn(4, 6), torch.randn(3, 3)])
     late = [n for n in calls(gm) if n.target is operator.getitem][-1]

@@ -445,6 +445,36 @@ def test_a_parameter_that_somebody_wrote_counts(interpret: bool) -> None:
         torch.testing.assert_close(optimizer.state[p]["master"], expected)
 
 
+def test_masters_of_a_state_that_was_kept_without() -> None:
+    """Momentum goes on, and does not begin anew."""
+    p, q = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    options: Any = {"lr": 0.1, "momentum": 0.9, "dampening": 0.9}
+    plain, ours = optim.SGD([p], **options), autoshard.optim.SGD([q], **options, master_weights=True)
+    p.grad = torch.ones_like(p)
+    plain.step()
+    ours.load_state_dict(copy.deepcopy(plain.state_dict()))
+    q.data.copy_(p.data)
+    q.grad = torch.ones_like(q)
+    ours.step()
+    torch.testing.assert_close(ours.state[q]["momentum_buffer"].float(), torch.ones(4), rtol=1e-2, atol=0)
+    assert ours.state[q]["master"].dtype is torch.float32
+    without = autoshard.optim.SGD([q], **options)
+    without.load_state_dict(ours.state_dict())
+    assert "master" not in without.state[q]
+
+
+def test_a_mastered_parameter_that_lies_otherwise_is_refused() -> None:
+    p = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16())
+    optimizer = autoshard.optim.SGD([p], lr=0.1, master_weights=True)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    p.data = p.data.t().contiguous().t()
+    p.grad = torch.ones_like(p)
+    with pytest.raises(UnsupportedError, match="not contiguous"):
+        optimizer.step()
+
+
 def test_masters_are_in_the_state_dict() -> None:
     one, other = half_net(), half_net()
     make = lambda m: autoshard.optim.AdamW(m.parameters(), lr=1e-2, master_weights=True)  # noqa: E731

@@ -42,7 +42,8 @@ from autoshard.kernels.statements import Statements
 
 LONGEST = 8192  # numbers of a row that are held at once
 HALVES = (torch.bfloat16, torch.float16)
-_TYPES = {**TYPES, torch.bool: "tl.int1", torch.int64: "tl.int64", torch.int32: "tl.int32", torch.uint8: "tl.uint8"}
+_OF_BITS = frozenset(["where", "mul", "bitwise_and", "bitwise_or"])  # that are right for a number of one bit too
+_TYPES = {**TYPES, torch.bool: "tl.int1", torch.int64: "tl.int64", torch.int32: "tl.int32"}
 
 
 def size(number: Any) -> Expr:
@@ -195,11 +196,10 @@ class Writer:
         tests: list[str] = []
         bounds: list[Expr] = []
         for op, place, bound in self.where:
-            if place.free_symbols & self.sizes.keys() <= offset.free_symbols:  # else it is there in any case
-                tests.append(f" & ({{{len(bounds) + 1}}} {op} {{{len(bounds) + 2}}})")
-                bounds += [place, bound]
+            tests.append(f" & ({{{len(bounds) + 1}}} {op} {{{len(bounds) + 2}}})")
+            bounds += [place, bound]
         wide = ".to(tl.float32)" if value.dtype in HALVES else ""
-        return self.out.assign(f"tl.load({name} + {{0}}, mask={{mask}}{''.join(tests)}){wide}", offset, *bounds)
+        return self.out.load(name, offset, bounds, "".join(tests), wide)
 
     def _through(self, node: Node, index: Index) -> Index:
         """Where in its input a view has what it has at this place."""
@@ -249,7 +249,7 @@ class Writer:
 
     def _one_of(self, parts: Sequence[tuple[Node, int, Expr, Expr]], node: Node, index: Index) -> str:
         """Of parts that lie from the first to before the second place of a dimension; 0 where there is none."""
-        found = "0"
+        found = "False" if node.meta["val"].dtype is torch.bool else "0"
         for source, dim, first, last in parts:
             outside, at = self.where, index[dim]
             self.where = (*outside, (">=", at, first), ("<", at, last))
@@ -298,6 +298,8 @@ def open_sizes(graph: Graph) -> list[sympy.Symbol]:
 def is_plain(node: Node) -> bool:
     """Whether a pointwise call has as many arguments as its expression, tensors and numbers, and no options."""
     arguments = set(re.findall(r"{\d}", POINTWISE[name_of(node.target)]))
+    if node.meta["val"].dtype is torch.bool and name_of(node.target) not in BOOLEAN | _OF_BITS:
+        return False
     return not node.kwargs and len(node.args) == len(arguments) and all(isinstance(a, Node | int | float) for a in node.args)
 
 
@@ -328,12 +330,8 @@ def _type_of(node: Node) -> str:
 
 def _promoted(arguments: Sequence[Any]) -> torch.dtype:
     """What numbers are compared in."""
-    dtypes = [a.meta["val"].dtype for a in arguments if isinstance(a, Node) and isinstance(a.meta["val"], Tensor)]
-    found = dtypes[0]
-    for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
-    fraction = any(isinstance(a, float) for a in arguments)
-    return torch.float32 if fraction and not found.is_floating_point else _wide(found)
+    values = [a.meta["val"] if isinstance(a, Node) else a for a in arguments]
+    return _wide(torch.result_type(values[0], values[-1]))
 
 
 def _as(value: str, source: Any, dtype: torch.dtype) -> str:
@@ -351,7 +349,8 @@ def _filled(node: Node) -> Any:
     number = known[kind] if kind in known else node.args[0 if kind == "scalar_tensor" else -1]
     if not isinstance(number, int | float):
         raise Unsupported(f"{node.target} of {number}")
-    return number
+    dtype = node.meta["val"].dtype
+    return bool(number) if dtype is torch.bool else number if dtype.is_floating_point else int(number)
 
 
 def _order(node: Node) -> list[int]:
@@ -384,7 +383,12 @@ def _counted(place: Any, length: Expr) -> Expr:
         raise Unsupported("a slice at a place that is computed")
     at = size(place or 0)
     at = at + length if at.is_negative else at
-    return length if (length - at).is_negative else at
+    for bound, beyond in ((Integer(0), at), (length, length - at)):
+        if beyond.is_negative:
+            return bound
+        if not beyond.is_nonnegative:
+            raise Unsupported(f"a slice from {place} of {length}, which may be shorter")
+    return at
 
 
 def _parts(node: Node) -> list[tuple[Node, int, Expr, Expr]]:
@@ -392,14 +396,14 @@ def _parts(node: Node) -> list[tuple[Node, int, Expr, Expr]]:
     arguments: Any = node.args
     if name_of(node.target) == "cat":
         dim, first, parts = (arguments[1] if len(arguments) > 1 else 0) % len(shape_of(node)), Integer(0), []
-        for source in arguments[0]:
+        for source in (s for s in arguments[0] if len(shape_of(s)) == len(shape_of(node))):  # torch skips an empty one
             last = first + shape_of(source)[dim]
             parts.append((source, dim, first, last))
             first = last
         return parts
     source, _, dim, start, end, step = arguments
-    if step != 1:
-        raise Unsupported(f"{node.target} in steps of {step}")
+    if step != 1 or isinstance(end, Node):
+        raise Unsupported(f"{node.target} in steps of {step} to {end}")
     length = shape_of(node)[dim]
-    last = length if not isinstance(end, Node) and size(end) - length == 0 or end > 1 << 60 else _counted(end, length)
+    last = length if size(end) - length == 0 or (isinstance(end, int) and end > 1 << 60) else _counted(end, length)
     return [(source, dim % len(shape_of(node)), _counted(start, length), last)]

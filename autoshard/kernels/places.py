@@ -77,6 +77,8 @@ def broadcast(index: Index, shape: Shape) -> Index:
 
 def reshaped(index: Index, made: Shape, given: Shape, sizes: Sizes) -> Index:
     """Of a tensor of shape `given`, where the number was that has `index` after it was reshaped to `made`."""
+    if 0 in given:
+        raise Unsupported("a view of nothing")
     left = [(i, n) for i, n in zip(index, made) if n != 1]
     right = [n for n in given if n != 1]
     found: list[Expr] = []
@@ -120,10 +122,23 @@ def _divided(line: Expr, by: Expr, sizes: Sizes) -> tuple[Expr, Expr]:
     terms = sympy.Add.make_args(sympy.expand(line))
     whole = [t for t in terms if sympy.denom(sympy.cancel(t / by)) == 1]
     rest = sympy.Add(*(t for t in terms if t not in whole))
-    largest = rest.xreplace({s: n - 1 for s, n in sizes.items()})
-    if sympy.expand(by - 1 - largest).is_nonnegative:
+    least, most = _range(rest, sizes)
+    if least.is_nonnegative and sympy.expand(by - 1 - most).is_nonnegative:
         return sympy.Add(*(sympy.cancel(t / by) for t in whole)), rest
     return Div(line, by), Rem(line, by)
+
+
+def _range(place: Expr, sizes: Sizes) -> tuple[Expr, Expr]:
+    """The least and the most that it can be; not a number where it does not simply rise or fall with its symbols."""
+    least = most = place
+    for symbol in place.free_symbols & sizes.keys():
+        step = place.coeff(symbol)
+        simple = symbol not in sympy.expand(place - step * symbol).free_symbols and not step.free_symbols & sizes.keys()
+        if not simple or not (step.is_nonnegative or step.is_nonpositive):
+            return sympy.nan, sympy.nan
+        low, high = (Integer(0), sizes[symbol] - 1) if step.is_nonnegative else (sizes[symbol] - 1, Integer(0))
+        least, most = least.xreplace({symbol: low}), most.xreplace({symbol: high})
+    return sympy.expand(least), sympy.expand(most)
 
 
 def merged(run: Run, places: Sequence[Expr]) -> tuple[Run, dict[Symbol, Expr]]:

@@ -17,8 +17,8 @@ from autoshard import torch_internals
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# By the name of the operation; {0} is its first argument. Rounding is torch's but for exp, log, sin and cos, which are a
-# GPU's own instructions in float32 (2 units in the last place).
+# By the name of the operation; {0} is its first argument. In float32 division, exp, log, sin and cos are a GPU's own
+# instructions (2 units in the last place).
 POINTWISE: dict[str, str] = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "rsub": "{1} - {0}",
     "neg": "-{0}", "abs": "tl.abs({0})", "reciprocal": "1.0 / {0}",
@@ -39,6 +39,7 @@ REDUCTIONS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach"])
 DRAWN = "keep"  # see `random`
+_BESIDE_ATEN = {("prims", "iota"), ("prims", "convert_element_type"), ("autoshard", DRAWN)}
 JOINS = frozenset(["cat", "slice_backward"])  # a number of theirs is one of several's
 
 # Taken apart into the above. Those of `native_layer_norm_backward` and of batch norms reduce over the wrong dimensions.
@@ -71,9 +72,12 @@ def tanh(x):
 
 
 def name_of(target: Any) -> str:
-    """The operation's name without its overload."""
+    """The operation's name without its overload; "" of what is not torch's own, or another operation of that name."""
     packet = getattr(target, "overloadpacket", None)
-    return str(packet.__name__) if packet is not None else ""
+    if packet is None:
+        return ""
+    name = str(packet.__name__)
+    return name if target.namespace == "aten" or (target.namespace, name) in _BESIDE_ATEN else ""
 
 
 def literal(number: Any) -> str:
@@ -87,12 +91,12 @@ def literal(number: Any) -> str:
 
 
 def _var_mean(x: Tensor, dim: Sequence[int] | None = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    dims = list(range(x.dim())) if dim is None else list(dim)
+    dims = list(dim) if dim else list(range(x.dim()))
     count = math.prod(x.shape[d] for d in dims)
-    mean = aten.mean.dim(x, dims, True)
-    off = x - mean
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    off = wide - aten.mean.dim(wide, dims, True)
     var = aten.sum.dim_IntList(off * off, dims, keepdim) / (count - (1 if correction is None else correction))
-    return var, mean if keepdim else aten.mean.dim(x, dims, False)
+    return var.to(x.dtype), aten.mean.dim(wide, dims, keepdim).to(x.dtype)
 
 
 def _var(x: Tensor, dim: Sequence[int] | None = None, *, correction: Any = None, keepdim: bool = False) -> Any:
@@ -127,7 +131,7 @@ def _nll_loss_backward(
 
 
 def _pow(x: Tensor, exponent: Any) -> Tensor:
-    if isinstance(exponent, int | float) and exponent in (-2, -1, -0.5, 0.5, 1, 2, 3, 4):
+    if x.is_floating_point() and isinstance(exponent, int | float) and exponent in (-2, -1, -0.5, 0.5, 1, 2, 3, 4):
         power = x.clone() if abs(exponent) == 1 else aten.sqrt(x) if abs(exponent) == 0.5 else x * x
         power = power * x if exponent == 3 else power * power if exponent == 4 else power
         return aten.reciprocal(power) if exponent < 0 else power

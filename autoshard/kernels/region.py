@@ -119,8 +119,13 @@ class Region:
 
         if any(t.numel() for t in made):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
-                launch(sized.tile if traced or interpret else self._tuned((sizes, wide), sized, launch))
+                launch(sized.tile if traced or interpret or self._stays() else self._tuned((sizes, wide), sized, launch))
         return made
+
+    def _stays(self) -> bool:
+        """Whether its tile is not chosen by measuring: sums would round otherwise than on other processes, and nothing can
+        be measured while a CUDA graph is captured."""
+        return self.space.reduces or torch.cuda.is_current_stream_capturing()
 
     def _tuned(self, at: Any, sized: Sized, launch: Callable[[Tile], None]) -> Tile:
         """The best of tiles like this one; a result is written as often as one is tried."""

@@ -19,6 +19,9 @@ import triton.language as tl
 '''
 
 
+_COLUMNS = "(tl.arange(0, COLUMNS).to(tl.int64) if WIDE else tl.arange(0, COLUMNS))[None, :]"
+
+
 @dataclass(frozen=True)
 class Statement:
     """template: its text, with {0}, {1} ... for `places` and {mask} for what of the tile is there."""
@@ -54,6 +57,17 @@ class Statements:
     def add(self, template: str, *places: Expr) -> None:
         """A statement here."""
         (self.inside.body if self.inside else self.all).append(Statement(template, places))  # type: ignore[attr-defined]
+
+    def load(self, tensor: str, place: Expr, bounds: Sequence[Expr], tests: str, then: str) -> str:
+        """What is at a place of a tensor, if it passes tests of `bounds`; they may need more of the tile than the place."""
+        if not tests:
+            return self.assign(f"tl.load({tensor} + {{0}}, mask={{mask}}){then}", place)
+        read = set[Symbol]().union(*(p.free_symbols for p in (place, *bounds)))
+        of_columns = self.columns is not None and bool(read & set(self.columns.symbols))
+        flat, mask = " + 0 * row", "rows_there"
+        if of_columns:
+            flat, mask = flat + " + 0 * column", mask + " & columns_there"
+        return self.assign(f"tl.load({tensor} + {{0}}{flat}, mask={mask}{tests}){then}", place, *bounds)
 
     def store(self, tensor: str, place: Expr, value: str, of_columns: bool) -> None:
         """A value to a place of a tensor. of_columns: each number of a row has its own."""
@@ -103,7 +117,7 @@ class _Printed:
         yield f"rows_there = row < {as_text(self.rows.count)}"
         yield from _symbols("row", self.rows)
         if self.columns and not self.in_blocks:
-            yield "column = tl.arange(0, COLUMNS)[None, :]"
+            yield f"column = {_COLUMNS}"
             yield from self._columns(self.columns)
         for item in statements:
             yield from self._loop(item) if isinstance(item, Loop) else (self._text(item),)
@@ -115,7 +129,7 @@ class _Printed:
     def _loop(self, loop: Loop) -> Iterator[str]:
         assert self.columns is not None
         yield f"for start in range(0, {as_text(self.columns.count)}, COLUMNS):"
-        yield "    column = start + tl.arange(0, COLUMNS)[None, :]"
+        yield f"    column = start + {_COLUMNS}"
         for line in (*self._columns(self.columns), *map(self._text, loop.body)):
             yield "    " + line
 

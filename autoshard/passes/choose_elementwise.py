@@ -127,7 +127,7 @@ class _Grouping:
     def _see_view(self, node: Node) -> None:
         """A view of what is in a region is in it too."""
         region = self.of.get(node.args[0])  # type: ignore[arg-type]
-        if region is not None and _reads_tensors(node) and self._may_move(region.nodes, node):
+        if region is not None and id(region) in self.open and _reads_tensors(node) and self._may_move(region.nodes, node):
             self._put([node], region)
 
     def _beside(self, region: Region, node: Node) -> list[Region]:
@@ -175,6 +175,8 @@ def _space(node: Node) -> Space | None:
     if name in ("native_layer_norm", "sum", "mean", "amax", "amin", "var_mean", "var"):
         return _space_of_rows(node, name)
     shape = shape_of(node)
+    if not shape and name in _OF_LAST_DIMENSION:
+        return None
     split = len(shape) - (name in _OF_LAST_DIMENSION)
     if name in _OF_LAST_DIMENSION and _last(node) != split:
         return None
@@ -184,6 +186,8 @@ def _space(node: Node) -> Space | None:
 def _space_of_rows(node: Node, name: str) -> Space | None:
     source, *rest = node.args
     shape = shape_of(source)
+    if not shape:
+        return None
     if name == "native_layer_norm":
         return Space(shape, len(shape) - len(rest[0]))  # type: ignore[arg-type]
     given: Any = rest[0] if rest and rest[0] else range(len(shape))
@@ -217,7 +221,7 @@ def _writes(node: Node) -> bool:
 
 def _gains(region: Region, device: Device) -> bool:
     alone = [n for n in region.nodes if name_of(n.target) not in VIEWS | CONSTANT and n.target is not operator.getitem]
-    if len(alone) < 2:
+    if len(alone) < 2 or not region.given():
         return False
     apart = sum(_seconds(_bytes([n, *n.all_input_nodes]), device) for n in alone)
     together = _bytes([*region.given(), *region.results()])

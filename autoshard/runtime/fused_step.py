@@ -169,7 +169,8 @@ class Held:
     def holds(self, seen: list[Any]) -> bool:
         """Whether these are the same objects, which lie as they did."""
         same = len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen))
-        return same and all(map(Tensor.is_contiguous, (p for launch in self.launches for p in launch.rows.params)))
+        lying = (p for launch in self.launches for p in (*launch.rows.params, *launch.rows.copies))
+        return same and all(map(Tensor.is_contiguous, lying))
 
 
 _held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
@@ -261,7 +262,10 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
     for i, options in enumerate(optimizer.param_groups):
         for parameter in (p for p in options["params"] if p.grad is not None):
             keys, state = keys_of(optimizer, family, options, parameter), optimizer.state.get(parameter, {})
-            first = any(state.get(key) is None for key in keys)
+            first = any(state.get(key) is None for key in keys if key != MASTER)
+            if MASTER in keys and not first and state.get(MASTER) is None:  # a state that was kept without
+                optimizer.state[parameter][MASTER] = _begun(parameter, MASTER, True)
+                state = optimizer.state[parameter]
             if "step" in state:  # torch counts on the CPU where a step is not fused
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
             dtypes = () if first else tuple(state[key].dtype for key in keys)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -40,7 +41,14 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 
 
 def states_of(optimizer: Optimizer) -> int:
-    """How many numbers of the parameter's size it will keep for each parameter, judged by its class."""
+    """How many numbers of the parameter's size it will keep for each parameter, judged by its class; masters and what goes with
+    them are of twice that size."""
+    halves = any(p.dtype in (torch.bfloat16, torch.float16) for g in optimizer.param_groups for p in g["params"])
+    count = _states_of(optimizer)
+    return 2 * (count + 1) if halves and getattr(optimizer, "master_weights", False) else count
+
+
+def _states_of(optimizer: Optimizer) -> int:
     kind = type(optimizer).__name__.lower()
     if "sgd" in kind:
         return int(any(g.get("momentum", 0) for g in optimizer.param_groups))
