@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
