@@ -99,6 +99,7 @@ def test_the_planned_order_is_in_the_generated_code(two: Cluster, tmp_path: Path
         assert len(forward[0]) == (3 if zero else 0) and len(backward[0]) == (5 if zero else 3)
 
 
+@pytest.mark.full
 def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
     launch(2, "step = compiled(model)\nstep(torch.randn(4, 8)).sum().backward()")

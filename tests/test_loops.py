@@ -354,6 +354,7 @@ def generate_inside(zero: int) -> bool:
     return torch.equal(ours, plain.generate(batch["input_ids"], max_new_tokens=4, do_sample=False))
 
 
+@pytest.mark.full
 def test_generate_works_inside_gathered(two: Cluster) -> None:
     assert all(two.run(generate_inside, 3))
 
