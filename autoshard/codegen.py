@@ -78,7 +78,7 @@ class Compilation:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
-        gm = self.manager.run("traced", gm, self.context)
+        gm = self.manager.run(("traced",), gm, self.context)
         rows = {i: torch_internals.Tracing.here().like(row) for i, row in takers(gm).items()}
         inputs = [rows.get(i, x) for i, x in enumerate(inputs)]
         with torch_internals.without_autograd_cache():
@@ -142,7 +142,7 @@ class Compilation:
 
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
         put_unshards(gm, self.wholes)
-        return self.manager.run("joint", gm, context)
+        return self.manager.run(("joint",), gm, context)
 
     def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
@@ -157,11 +157,11 @@ class Compilation:
         context = replace(self.context, phase=phase)
         if phase == "inference":
             gm = self._joint(gm, context)
-        return self.last(self.manager.run("split", gm, context), phase)
+        return self.manager.run(("split", "code"), gm, context)
 
     def last(self, gm: GraphModule, phase: Phase) -> GraphModule:
-        """The passes on a graph that code is generated for."""
-        return self.manager.run("code", gm, replace(self.context, phase=phase))
+        """The last passes on a graph of a block, which has no others."""
+        return self.manager.run(("code",), gm, replace(self.context, phase=phase))
 
     def _whole(self, inputs: Sequence[Any]) -> list[Any]:
         """Inputs as AOTAutograd takes them."""
@@ -249,8 +249,8 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
     direct = {**block.DIRECT, **packing.DIRECT, **{op: region.run for op, region in OPERATORS.items()}}
-    for node in graphs.calls(gm, *direct):
-        node.target = direct[node.target]
+    for node in gm.graph.nodes:
+        node.target = direct.get(node.target, node.target)
 
     guarded = _naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]

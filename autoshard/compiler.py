@@ -213,12 +213,15 @@ class Backend:
 
     def _fuses(self, inputs: Sequence[Any]) -> Device | None:
         """See `Context`."""
+        if self.config.codegen != "triton":
+            return None
         devices = [x.device for x in inputs if isinstance(x, Tensor)]
         found = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-        if self.config.codegen == "triton" and found.type != "cuda":
+        if found.type != "cuda":
             self._phases.warn(f"codegen 'triton' is for GPUs: on {found.type} it is 'eager' instead")
             self.config = replace(self.config, codegen="eager")
-        return fuses(self.config.codegen, kind_of(found)) if self.config.codegen == "triton" else None
+            return None
+        return fuses(self.config.codegen, kind_of(found))
 
     def _inductor(self) -> bool:
         if self.config.codegen == "inductor" and not has_compiler():

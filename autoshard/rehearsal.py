@@ -113,7 +113,7 @@ class _Rehearsal(Compilation):
 
     def prepare(self, captured: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Prepared:
         """All that `compile` does up to the partition."""
-        gm = self.manager.run("traced", gm, self.context)
+        gm = self.manager.run(("traced",), gm, self.context)
         kinds: list[Kind] = []
 
         def differentiate(body: GraphModule, given: list[Any]) -> Halves:

@@ -540,7 +540,7 @@ def test_a_region_is_an_operator_of_torch() -> None:
 
 def test_the_source_is_in_the_dump(tmp_path: Path) -> None:
     manager = PassManager((FuseElementwise(),), Dump(tmp_path))
-    gm = manager.run("code", traced(lambda x: F.gelu(x) + 1, [random((4, 6), torch.float32, 0)]), CONTEXT)
+    gm = manager.run(("code",), traced(lambda x: F.gelu(x) + 1, [random((4, 6), torch.float32, 0)]), CONTEXT)
     (call,) = [n for n in gm.graph.nodes if "kernel" in n.meta]
     region = OPERATORS[call.target]
     assert (tmp_path / f"{region.name}.py").read_text() == region.text and "tl.erf" in region.text

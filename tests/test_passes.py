@@ -369,4 +369,4 @@ def test_a_pass_that_leaves_a_bad_graph_is_named() -> None:
     manager = PassManager((Careless(),), Dump(None))
     gm = torch.fx.symbolic_trace(lambda x: torch.relu(x))
     with pytest.raises(PassError, match="careless left"):
-        manager.run("code", gm, Context(plan_for(model, 3)))
+        manager.run(("code",), gm, Context(plan_for(model, 3)))

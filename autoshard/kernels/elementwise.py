@@ -24,7 +24,7 @@ from sympy import Expr, Integer
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
-from autoshard.kernels.multi_tensor import TYPES
+from autoshard.kernels.multi_tensor import HALVES, TYPES
 from autoshard.kernels.places import Index, Shape, Unsupported, broadcast, reshaped, running
 from autoshard.kernels.primitives import (
     BOOLEAN,
@@ -41,7 +41,6 @@ from autoshard.kernels.primitives import (
 from autoshard.kernels.statements import Statements
 
 LONGEST = 8192  # numbers of a row that are held at once
-HALVES = (torch.bfloat16, torch.float16)
 _OF_BITS = frozenset(["where", "mul", "bitwise_and", "bitwise_or"])  # that are right for a number of one bit too
 _TYPES = {**TYPES, torch.bool: "tl.int1", torch.int64: "tl.int64", torch.int32: "tl.int32"}
 

@@ -30,6 +30,7 @@ TYPES = {
     torch.float16: "tl.float16",
     torch.float64: "tl.float64",
 }
+HALVES = (torch.bfloat16, torch.float16)  # which are computed with in float32
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ class PassManager:
         """The pipeline as text."""
         return registry.spec(self.pipeline)
 
-    def run(self, stage: Stage, gm: GraphModule, context: Context) -> GraphModule:
-        """All passes of one stage."""
+    def run(self, stages: tuple[Stage, ...], gm: GraphModule, context: Context) -> GraphModule:
+        """All passes of these stages."""
         for p in self.pipeline:
-            if p.stage == stage:
+            if p.stage in stages:
                 gm = self._run_one(p, gm, context)
         gm.recompile()  # once: writing a graph as code takes longer than most passes
         return gm

@@ -35,7 +35,7 @@ from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.dtensors import local
 
 Options = Mapping[str, Any]  # of a parameter group
-MASTER, HALVES = "master", (torch.bfloat16, torch.float16)
+MASTER = "master"  # the key of one in an optimizer's state
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def _begun(parameter: nn.Parameter, key: str, mastered: bool) -> Tensor:
 
 def keys_of(optimizer: Optimizer, family: Family, options: Options, parameter: Tensor) -> tuple[str, ...]:
     """All that is kept of a parameter."""
-    mastered = getattr(optimizer, "master_weights", False) and parameter.dtype in HALVES
+    mastered = getattr(optimizer, "master_weights", False) and parameter.dtype in multi_tensor.HALVES
     return (*family.rule(options).keys, *((MASTER,) if mastered else ()))
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive
+from autoshard.kernels.multi_tensor import HALVES
 from autoshard.runtime import fused_step
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
@@ -43,7 +43,7 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 def states_of(optimizer: Optimizer) -> int:
     """How many numbers of the parameter's size it will keep for each parameter, judged by its class; masters and what goes with
     them are of twice that size."""
-    halves = any(p.dtype in (torch.bfloat16, torch.float16) for g in optimizer.param_groups for p in g["params"])
+    halves = any(p.dtype in HALVES for g in optimizer.param_groups for p in g["params"])
     count = _states_of(optimizer)
     return 2 * (count + 1) if halves and getattr(optimizer, "master_weights", False) else count
 
