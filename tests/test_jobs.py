@@ -55,7 +55,8 @@ def test_different_models_are_named() -> None:
 BEFORE = {"group": "import torch.distributed as dist; dist.init_process_group('gloo')\n", "no group": ""}
 
 
-@pytest.mark.parametrize("before", [pytest.param("group"), pytest.param("no group", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("before", BEFORE)
 def test_a_process_that_never_comes_is_named(before: str) -> None:
     body = "if rank == 1: time.sleep(5); os._exit(0)\ncompiled(arrival=3)(torch.randn(4, 8))"
     first, _ = launch(2, BEFORE[before] + body)

@@ -162,6 +162,7 @@ def test_it_chooses_the_fastest_that_fits() -> None:
     assert {way.plan.groups[0].degrees.stage for way in sweep.ways} <= {0, 1, 2, 3}
 
 
+@pytest.mark.full
 def test_a_pinned_plan_is_the_only_way_and_forecast_as_it_was_made() -> None:
     torch.compiler.reset()
     batch = _tokens(4, 16)

@@ -172,6 +172,7 @@ def test_job_store_is_shared(two: Processes) -> None:
     assert two.run(_meet, "here") == [True, True]
 
 
+@pytest.mark.full
 def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
     launch(1, "from autoshard.torch_internals import emit_artifact; emit_artifact('here', lambda: 'text 42')")

@@ -12,13 +12,12 @@ import autoshard
 from tests.cluster import Cluster
 from tests.models import TUNED
 from tests.parity import Distance, Trainer, batches_of, clipped_step, measure, rank0_copy, sgd
-from tests.small import TOLERANCE, config, in_full
-
-ALWAYS = {("resized", 1)}  # the cheapest; CI has 15 minutes
-ALL = [(name, zero) for name in TUNED for zero in range(4)]
+from tests.small import TOLERANCE, config
 
 
-@pytest.mark.parametrize(("name", "zero"), [case if case in ALWAYS else in_full(*case) for case in ALL])
+@pytest.mark.full  # CI has 15 minutes
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("name", TUNED)
 def test_tuned_models(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(measure, name, config(zero)):
         assert distance.worst <= TOLERANCE, distance
