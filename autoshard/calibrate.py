@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from autoshard.codegen import has_compiler
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.runtime import processes
@@ -45,7 +46,8 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
     group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
-    rows = [*_kernels(device), *(_collectives(device, world.size, group) if group else ())]
+    serial = _one_by_one() if device.type == "cpu" and has_compiler() else ()
+    rows = [*_kernels(device), *serial, *(_collectives(device, world.size, group) if group else ())]
     shown = track(rows, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, list[tuple[float, float]]] = {}
     for row in shown:
@@ -135,6 +137,13 @@ def _kernels(device: torch.device) -> Iterable[Row]:
         yield Row("random", 9 * n, _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
         yield Row("copy", 8 * n, _turns(lambda x: x.t().contiguous(), wide, torch.float32, device))
         yield Row("lookup", 8 * n, _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1)), wide, torch.float32, device))
+
+
+def _one_by_one() -> Iterable[Row]:
+    """What Inductor's code on a CPU does not vectorize: it draws random numbers and stores booleans one by one."""
+    draw = torch.compile(lambda x: torch.rand_like(x) > x, dynamic=True)
+    for n in (2**8, 2**12, 2**16, 2**20):
+        yield Row("serial", 2 * n, _turns(draw, [(n // 256, 256)], torch.float32, torch.device("cpu")))
 
 
 def _attention(batch: int, length: int, dtype: torch.dtype, name: str, device: torch.device) -> Row:

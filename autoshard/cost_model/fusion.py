@@ -13,6 +13,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from autoshard.cost_model import reuse
 from autoshard.cost_model.generated import fusible
 from autoshard.cost_model.grouping import Kernels
@@ -62,9 +65,14 @@ def _merged(program: Program, members: list[Operation], inner: set[int]) -> Oper
     makes = tuple(p for p in made if p not in inner)
     read_bytes, made_bytes = (tuple(program.pieces[p].bytes for p in pieces) for pieces in (reads, makes))
     parts = tuple(dict.fromkeys(part for o in members for part in (o.parts or (o.node,))))
-    return replace(
-        members[-1], reads=reads, makes=makes, parts=parts, read_bytes=read_bytes, made_bytes=made_bytes, over=_over(members)
-    )
+    masks = sum(program.pieces[p].bytes for o in members if _is_mask(o) for p in o.makes if p in makes)
+    one = replace(members[-1], reads=reads, makes=makes, parts=parts, over=_over(members))
+    return replace(one, read_bytes=read_bytes, made_bytes=made_bytes, masks=masks)
+
+
+def _is_mask(operation: Operation) -> bool:
+    value = operation.node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is torch.bool
 
 
 def _over(members: list[Operation]) -> dict[int, tuple[int, ...]]:

@@ -32,6 +32,11 @@ def fusible(operation: Operation) -> bool:
     return Tag.pointwise in tags or name in _REDUCTIONS or name in _MOVES or name.startswith("prims.")
 
 
+def is_generated(operation: Operation) -> bool:
+    """True of a kernel that code is generated for, of one operation or of several."""
+    return operation.code is not None and fusible(operation)
+
+
 def reduces(operation: Operation) -> bool:
     """True of a sum or the like over elements."""
     return operation.name in _REDUCTIONS

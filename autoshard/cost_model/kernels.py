@@ -2,8 +2,8 @@
 
 [Note: Tables] `autoshard calibrate` measures tables of (size, seconds). For kernels the size is FLOPs (matmul, convolution,
 attention) or bytes moved (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
-Between rows time is a power of size; beyond the last it grows in proportion. "hard" has elements as its size. A table's
-name ends with the dtype where rates differ by it.
+Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
+size. A table's name ends with the dtype where rates differ by it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,17 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     hard = device.tables.get("hard")
     spent = look_up(table, size)
     if hard is not None and np.any(work.hard):
-        spent = np.maximum(spent, look_up(hard, work.hard))
+        spent = np.maximum(spent, look_up(hard, work.hard / 3))
     saved = max(table[0][1] - device.launch, 0.0) if fused else 0.0
-    return np.maximum(spent - saved, device.launch)
+    return np.maximum(spent - saved, device.launch) + (_one_by_one(work, device) if fused else 0.0)
+
+
+def _one_by_one(work: Work, device: Device) -> Amount:
+    """What generated code does not vectorize on CPUs; the first row is little but the call."""
+    table = device.tables.get("serial")
+    if table is None or not np.any(work.serial):
+        return 0.0
+    return np.maximum(look_up(table, work.serial) - table[0][1], 0.0)
 
 
 def _table(work: Work, device: Device) -> Table | None:

@@ -60,8 +60,8 @@ class Piece:
 class Operation:
     """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. code: the number
     of the graph that code is generated of with it in it; None where it runs by itself. call: the call of a block that it
-    is a part of. parts: of a kernel that several were fused into, their calls; read_bytes, made_bytes: of its pieces. over:
-    of each result the pieces whose place it could take."""
+    is a part of. parts: of a kernel that several were fused into, their calls; read_bytes, made_bytes: of its pieces, masks:
+    of booleans among these. over: of each result the pieces whose place it could take."""
 
     node: Node
     half: Half
@@ -72,6 +72,7 @@ class Operation:
     parts: tuple[Node, ...] = ()
     read_bytes: tuple[Size, ...] = ()
     made_bytes: tuple[Size, ...] = ()
+    masks: Size = 0
     over: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property

@@ -26,6 +26,7 @@ from autoshard.cost_model.sizes import Values, evaluator, shape_of
 from autoshard.cost_model.timeline import slowed
 from autoshard.cost_model.work import Work, work_of
 
+_SIZES = ("flops", "read", "written", "hard", "serial")
 _AT_ONCE = 1 << 17  # points: some hundred megabytes of what is computed for them
 Kernel = tuple[Work, bool]  # its sizes as expressions; whether code is generated for it
 
@@ -107,18 +108,18 @@ class Schedule:
 
     def _stretches(self, values: Values) -> NDArray[np.float64]:
         """(distinct stretches × points), seconds of each."""
-        found = self._sizes(values).reshape(len(self.kernels), 4, *shape_of(values))
+        found = self._sizes(values).reshape(len(self.kernels), len(_SIZES), *shape_of(values))
         times = np.stack([self._kernel(kernel, sizes) for kernel, sizes in zip(self.kernels, found)])
         return np.tensordot(self._counts, times, 1)
 
     def _kernel(self, kernel: Kernel, sizes: NDArray[np.float64]) -> Any:
         work, generated = kernel
-        at: Any = dict(zip(("flops", "read", "written", "hard"), sizes))
+        at: Any = dict(zip(_SIZES, sizes))
         return np.broadcast_to(seconds(replace(work, **at), self.device, generated), sizes.shape[1:])
 
 
 def _sizes_of(work: Work) -> tuple[Any, ...]:
-    return work.flops, work.read, work.written, work.hard
+    return tuple(getattr(work, name) for name in _SIZES)
 
 
 class _Book:

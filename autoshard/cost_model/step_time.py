@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
@@ -48,7 +49,7 @@ def step_time(
         return float(seconds(work, cluster.device, generated))
 
     def kernel(operation: Operation) -> float:
-        return spent(work_of(operation).at(program.open.number), fused and _is_generated(operation))
+        return spent(work_of(operation).at(program.open.number), fused and is_generated(operation))
 
     def collective(operation: Operation) -> float:
         return collective_seconds(operation, cluster, groups)
@@ -64,15 +65,10 @@ def schedule(
     return schedule_of(
         program,
         lambda operation: collective_seconds(operation, cluster, groups),
-        lambda operation: fused and _is_generated(operation),
+        lambda operation: fused and is_generated(operation),
         cluster.device,
         _optimizer(moved, cluster),
     )
-
-
-def _is_generated(operation: Operation) -> bool:
-    """Whether it is a kernel that several operations were fused into."""
-    return bool(operation.parts[1:])
 
 
 def _optimizer(moved: Sequence[int], cluster: Cluster) -> float:

@@ -2,7 +2,7 @@
 
 FLOPs of matmuls, convolutions and attention are torch's own counts (torch.utils.flop_counter), so they agree with its
 FlopCounterMode. Everything else is counted by the bytes that it moves, and by how many elements it computes a hard
-function of (exp, tanh, erf), which bound such kernels on CPUs.
+function of (exp, tanh, erf), draws or makes a mask, which bound such kernels on CPUs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_HARD = _names("""
-    exp tanh erf gelu gelu_backward silu silu_backward sigmoid sin cos log log1p rsqrt pow tanh_backward sigmoid_backward
-    softplus mish expm1 _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data
-""")
+# How long they take, in thirds of gelu's time, whose table stands for all: so it is on x86, of torch's kernels and Inductor's.
+_HARD = {
+    **dict.fromkeys(_names("rsqrt pow"), 1),
+    **dict.fromkeys(_names("exp expm1 sigmoid silu sin cos _softmax _safe_softmax _log_softmax _log_softmax_backward_data"), 2),
+    **dict.fromkeys(_names("erf gelu log log1p log2 softplus"), 3),
+    **dict.fromkeys(_names("silu_backward gelu_backward"), 5),
+    **dict.fromkeys(_names("tanh mish"), 7),
+}
 _LOOKUPS = _names("""
     embedding embedding_dense_backward index _unsafe_masked_index gather scatter scatter_add index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
@@ -42,7 +46,8 @@ _REDUCTIONS = _names("""
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit_functional native_group_norm
     native_group_norm_backward sum_rows
 """)
-_RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
+_DRAWN = _names("inductor_random inductor_randint rand rand_like randn randn_like")  # of which code is generated
+_RANDOM = _DRAWN | _names("native_dropout bernoulli bernoulli_ randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
     scalar_tensor slice_scatter slice_backward select_backward stack pack_shards unpack_full pack_grads
@@ -51,7 +56,8 @@ _COPIES = _names("""
 
 @dataclass(frozen=True)
 class Work:
-    """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute."""
+    """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute, as so many thirds
+    of gelu's. serial: elements that generated code handles one by one: random numbers, and booleans that it stores."""
 
     kind: Kind
     flops: Size
@@ -59,11 +65,13 @@ class Work:
     written: Size
     hard: Size = 0
     dtype: str = "fp32"
+    serial: Size = 0
 
     def at(self, evaluate: Callable[[Size], Any]) -> Work:
         """The same with what its sizes come to."""
         read, written = evaluate(self.read), evaluate(self.written)
-        return replace(self, flops=evaluate(self.flops), read=read, written=written, hard=evaluate(self.hard))
+        hard, serial = evaluate(self.hard), evaluate(self.serial)
+        return replace(self, flops=evaluate(self.flops), read=read, written=written, hard=hard, serial=serial)
 
     @property
     def guessed(self) -> bool:
@@ -75,10 +83,10 @@ def work_of(operation: Operation) -> Work:
     """The work of an operation, or of all parts of a fused kernel, whose inner values are neither read nor written."""
     node = operation.node
     if operation.parts[1:]:
-        hard = sum((_hard(part) for part in operation.parts), start=0)  # type: ignore[arg-type]
+        hard, serial = _sum(map(_hard, operation.parts)), _sum(map(_drawn, operation.parts)) + operation.masks
         kind: Kind = "reduction" if any(op_name(p) in _REDUCTIONS for p in operation.parts) else "pointwise"
         read, written = _sum(operation.read_bytes), _sum(operation.made_bytes)
-        return Work(kind, 0, read, written, hard, _dtype(node))
+        return Work(kind, 0, read, written, hard, _dtype(node), serial)
     read = _sum(bytes_of(t) for t in _given(node))
     written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
     return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node))
@@ -120,8 +128,16 @@ def flops_of(node: Node) -> Size:
 
 
 def _hard(node: Node) -> Size:
+    return _elements(node) * _HARD.get(op_name(node), 0)
+
+
+def _drawn(node: Node) -> Size:
+    return _elements(node) if op_name(node) in _DRAWN else 0
+
+
+def _elements(node: Node) -> Size:
     first = _result(node)
-    return product(first.shape) if op_name(node) in _HARD and first is not None else 0
+    return product(first.shape) if first is not None else 0
 
 
 def _result(node: Node) -> Tensor | None:
