@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autoshard.codegen import has_compiler
 from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.runtime import processes
 from autoshard.runtime.presence import Patience
@@ -47,13 +48,16 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
     group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
     serial = _one_by_one() if device.type == "cpu" and has_compiler() else ()
-    rows = [*_kernels(device), *serial, *(_collectives(device, world.size, group) if group else ())]
+    where = Group(world.size, world.size // processes.on_this_node())
+    rows = [*_kernels(device), *serial, *(_collectives(device, where, group) if group else ())]
     shown = track(rows, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, list[tuple[float, float]]] = {}
     for row in shown:
         tables.setdefault(row.table, []).append((row.size, _median(row, device)))
     made = _device(device, {name: _rising(points) for name, points in tables.items()})
-    return Cluster(1, world.size, replace(made, interference=_interference(device, group) if group else 0.0))
+    if group:
+        made = replace(measured(made, where), interference=_interference(device, group))
+    return Cluster(where.nodes, where.per_node, made)
 
 
 def _interference(device: torch.device, group: str) -> float:
@@ -196,8 +200,9 @@ def _training(
     return make
 
 
-def _collectives(device: torch.device, size: int, group: str) -> Iterable[Row]:
+def _collectives(device: torch.device, where: Group, group: str) -> Iterable[Row]:
     """Each collective over sizes of the whole tensor, in bytes."""
+    size = where.size
     for n in (2**10, 2**14, 2**17, 2**20, 2**22):
         whole, rows, each = torch.zeros(n * size, device=device), torch.zeros(n, device=device), [n] * size
         calls: dict[str, Callable[[], Tensor]] = {
@@ -207,7 +212,7 @@ def _collectives(device: torch.device, size: int, group: str) -> Iterable[Row]:
             "all_reduce": lambda whole=whole: _functional.all_reduce(whole, "sum", group),  # type: ignore[misc]
         }
         for name, call in calls.items():
-            yield Row(f"{name}@{size}", 4 * n * size, lambda call=call: itertools.repeat(lambda: _functional.wait_tensor(call())))  # type: ignore[misc]
+            yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _functional.wait_tensor(call())))  # type: ignore[misc]
 
 
 def _device(device: torch.device, tables: dict[str, Table]) -> Device:

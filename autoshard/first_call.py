@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -283,7 +282,7 @@ def refuse_unplanned(state: ModelState, inputs: Sequence[Any]) -> None:
 def local_cluster(config: Config, world: int, device: torch.device) -> Cluster:
     """What the config or else the launcher's variables say of the machines."""
     said = config.resolved_cluster()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    per_node = processes.on_this_node()
     kind = said.device if said else kind_of(device)
     return Cluster(max(1, world // per_node), min(per_node, world), kind)
 

@@ -3,8 +3,9 @@
     python bench/accuracy.py [--only llama,mlp] [--quick]
 
 Each configuration is measured in fresh processes of one thread. Predictions are made beforehand, from the model on the
-meta device and from `autoshard calibrate` of as many processes. On four processes only memory is compared: four on two
-cores measure little.
+meta device and from `autoshard calibrate` of as many processes, over the same links. On four processes only memory is
+compared: four on two cores measure little. Machines like this one are faster and slower by turns, so a probe, one row of what
+`calibrate` measured, is repeated between the steps, and what it says of the machine is divided out of the step's time.
 """
 
 from __future__ import annotations
@@ -27,15 +28,20 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import netns  # noqa: E402
 import run as side_by_side  # noqa: E402
 import zoo  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
+from autoshard.cost_model.kernels import look_up  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 
+PROBE = 512  # width of the matmuls that say how fast the machine is, a row of calibrate's table
 STATE = ("parameters", "optimizer", "buffers", "inputs")
 TIMED_ON = (1, 2)
+LIMITED = 1000  # Mbit/s, where the links are limited
+Links = tuple[int, int]  # processes, Mbit/s
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,17 @@ class Case:
     codegen: str = "eager"
     optimizer: str = "adamw"
     precision: str | None = None
+    mbit: int = 0
 
     def __str__(self) -> str:
         precision = f" {self.precision}" if self.precision else ""
-        return f"{self.model} x{self.batch}, ZeRO-{self.zero} on {self.world}, {self.codegen}, {self.optimizer}{precision}"
+        rate = f", {self.mbit} Mbit/s" if self.mbit else ""
+        return f"{self.model} x{self.batch}, ZeRO-{self.zero} on {self.world}, {self.codegen}, {self.optimizer}{precision}{rate}"
+
+    @property
+    def links(self) -> Links:
+        """Whose calibration its time is predicted from."""
+        return min(self.world, max(TIMED_ON)), self.mbit
 
     def config(self) -> autoshard.Config:
         """What the job and the plan are told."""
@@ -62,16 +75,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured: bytes held between steps, bytes at the peak, seconds of a step."""
+    """Predicted and measured: bytes held between steps, bytes at the peak, seconds of a step and of the probe."""
 
     case: Case
     predicted: dict[str, float]
     measured: dict[str, float]
     categories: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def slower(self) -> float:
+        """How many times as long as when it was calibrated the machine took just then."""
+        return self.measured["probe"] / self.predicted["probe"]
+
     def error(self, what: str) -> float:
-        """By how much of itself the measured value is off the predicted one."""
-        return self.measured[what] / self.predicted[what] - 1
+        """By how much of itself the measured value is off the predicted one; of the step, on a machine as it was calibrated."""
+        off = self.slower if what == "step" else 1.0
+        return self.measured[what] / off / self.predicted[what] - 1
 
 
 def cases(quick: bool) -> list[Case]:
@@ -90,45 +109,57 @@ def cases(quick: bool) -> list[Case]:
     if not quick:
         found += [Case(model, sizes[model], 4, zero) for model, zero in (("llama", 3), ("mlp", 2), ("vit", 1))]
         found += [Case(model, batch, 2, 3, precision="bf16") for model, batch in (("llama", 1), ("mlp", 32), ("vit", 1))]
+        limited = (("llama", 3, "eager"), ("llama", 0, "inductor"), ("gpt2", 1, "eager"), ("mlp", 2, "inductor"))
+        found += [Case(model, sizes[model], 2, zero, codegen, mbit=LIMITED) for model, zero, codegen in limited]
     return found
 
 
-def predict(case: Case, clusters: dict[int, Cluster]) -> tuple[dict[str, float], dict[str, int]]:
+def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float], dict[str, int]]:
     """What the plan says, without running anything."""
     torch.compiler.reset()
     make, inputs = zoo.MODELS[case.model]
     with torch.device("meta"):
         model = make().train()
-    cluster = replace(clusters[min(case.world, max(TIMED_ON))], per_node=case.world)
+    cluster = clusters[case.links]
+    cluster = replace(cluster, per_node=case.world // cluster.nodes)
     plan = autoshard.plan(model, inputs(case.batch, None), case.config(), cluster, NAMED[case.optimizer])
     memory = plan.predicted.memory
-    held = sum(memory.get(c, 0) for c in STATE)
-    return {"held": held, "peak": plan.predicted.peak_bytes, "step": plan.predicted.step_seconds or 0.0}, memory
+    probe = float(look_up(cluster.device.tables["matmul.fp32"], 2 * PROBE**3))
+    found = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes, "probe": probe}
+    return {**found, "step": plan.predicted.step_seconds or 0.0}, memory
 
 
 def measure(case: Case, scratch: Path) -> dict[str, float]:
     """The same, measured in processes of its own."""
     out = scratch / "measured.json"
     worker = [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(out)]
-    launcher = [sys.executable]
-    if case.world > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.world)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
-    subprocess.run([*launcher, *worker], check=True, env=environment, timeout=900, stderr=subprocess.DEVNULL)
+    _launch(worker, (case.world, case.mbit), scratch)
     found: dict[str, float] = json.loads(out.read_text())
     return found
 
 
-def calibrated(scratch: Path) -> dict[int, Cluster]:
-    """This machine as each number of processes finds it."""
+def calibrated(scratch: Path, wanted: Iterable[Links]) -> dict[Links, Cluster]:
+    """This machine as so many processes find it, over links of such a rate."""
     found = {}
-    for world in TIMED_ON:
-        out = scratch / f"cluster{world}.yaml"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        command += ["-m", "autoshard", "calibrate", "--out", str(out)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-        found[world] = Cluster.load(out)
+    for links in wanted:
+        out = scratch / f"cluster{links}.yaml"
+        _launch(["-m", "autoshard", "calibrate", "--out", str(out)], links, scratch)
+        found[links] = Cluster.load(out)
     return found
+
+
+def _launch(program: Sequence[str], links: Links, scratch: Path) -> None:
+    """Runs a program of Python, one process a host where links are limited."""
+    world, mbit = links
+    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+    if mbit:
+        code = netns.run(netns.Job([sys.executable, *program], world, mbit, env=environment, timeout=900))
+        if code:
+            raise RuntimeError(f"{' '.join(program)}: exit status {code}")
+        return
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    command = [sys.executable, *launcher, *program]
+    subprocess.run(command, check=True, env={**os.environ, **environment}, timeout=900, stderr=subprocess.DEVNULL)
 
 
 def bands(compared: Sequence[Compared]) -> dict[str, dict[str, list[float]]]:
@@ -150,14 +181,15 @@ def markdown(compared: Sequence[Compared], machine: str) -> str:
         f"{machine}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between",
         "steps (parameters, optimizer state, buffers, the batch), *peak* the most that exists at once in a step. An error is",
         "measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
-        "`autoshard calibrate`; nothing of the model was run for them.\n",
-        "| configuration | held MB | measured | peak MB | measured | error | step ms | measured | error |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "`autoshard calibrate`, run once at the start; nothing of the model was run for them. *Machine*: how many times as long as in",
+        "that calibration a matmul took between the steps that were timed; the error of a step is what is left without it.\n",
+        "| configuration | held MB | measured | peak MB | measured | error | step ms | measured | machine | error |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for c in compared:
         memory = "".join(f" {c.predicted[k] / 1e6:.2f} | {c.measured[k] / 1e6:.2f} |" for k in ("held", "peak"))
-        time = f" {c.predicted['step'] * 1e3:.0f} | {c.measured['step'] * 1e3:.0f} | {c.error('step'):+.1%} |"
-        lines.append(f"| {c.case} |{memory} {c.error('peak'):+.1%} |{time if c.case.world in TIMED_ON else ' | | |'}")
+        step = f" {c.predicted['step'] * 1e3:.0f} | {c.measured['step'] * 1e3:.0f} | {c.slower:.2f} | {c.error('step'):+.1%} |"
+        lines.append(f"| {c.case} |{memory} {c.error('peak'):+.1%} |{step if c.case.world in TIMED_ON else ' | | | |'}")
     return "\n".join([*lines, "", *_summary(compared), ""])
 
 
@@ -172,6 +204,8 @@ def _summary(compared: Sequence[Compared]) -> Iterable[str]:
             f"- {name}: {middle:.1%} at the median, {most:.1%} at worst over {len(rows)} configurations "
             f"(to hold: {median:.0%} and {worst:.0%}): {holds}."
         )
+    raw = sorted(abs(c.measured["step"] / c.predicted["step"] - 1) for c in timed)
+    yield f"- Step time with the machine's own turns in it: {statistics.median(raw):.1%} at the median, {raw[-1]:.1%} at worst."
     exact = sum(abs(c.measured["held"] - c.predicted["held"]) < 1e4 for c in compared)
     yield f"- Held bytes agree to 10 kB in {exact} of {len(compared)}."
 
@@ -183,14 +217,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a third of the configurations")
     asked = parser.parse_args()
     wanted = [c for c in cases(asked.quick) if not asked.only or c.model in asked.only.split(",")]
+    if impossible := netns.why_impossible():
+        print(f"no limited links: {impossible}", flush=True)
+        wanted = [c for c in wanted if not c.mbit]
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
     compared = []
     try:
-        clusters = calibrated(scratch)
+        clusters = calibrated(scratch, dict.fromkeys(c.links for c in wanted))
         for case in wanted:
             predicted, categories = predict(case, clusters)
             compared.append(Compared(case, predicted, measure(case, scratch), categories))
-            errors = f"peak {compared[-1].error('peak'):+.1%}, step {compared[-1].error('step'):+.1%}"
+            found = compared[-1]
+            errors = f"peak {found.error('peak'):+.1%}, step {found.error('step'):+.1%}, machine {found.slower:.2f}"
             print(f"{case}: {errors}", flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

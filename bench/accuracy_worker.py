@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contenders  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
-from accuracy import Case  # noqa: E402
+from accuracy import PROBE, Case  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
@@ -34,6 +36,17 @@ def contender(case: Case) -> contenders.Contender:
     return zoo.contender(model, optimizer, autoshard.backend(case.config()))
 
 
+def probe() -> Iterator[float]:
+    """Seconds of a matmul, over buffers larger than the caches, as `autoshard calibrate` takes them: says how fast the machine
+    is at that moment."""
+    pool = [(torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)) for _ in range(32)]
+    for a, b in itertools.cycle(pool):
+        dist.barrier()
+        start = time.perf_counter()
+        a @ b.t(), a @ b, a.t() @ b
+        yield (time.perf_counter() - start) / 3
+
+
 def main() -> None:
     """Measures, and writes what rank 0 found."""
     case = Case(**json.loads(sys.argv[1]))
@@ -47,9 +60,10 @@ def main() -> None:
         made.step(batch)
     held = worker.held_bytes(made)
     peak = held + worker.step_growth(made, batch)
-    steps = [worker._timed(made, batch)[0] for _ in range(ROUNDS)]
+    taken = list(zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probe()))
     if dist.get_rank() == 0:
-        found = {"held": held, "peak": peak, "step": statistics.median(steps)}
+        step, probed = (statistics.median(seconds) for seconds in zip(*taken))
+        found = {"held": held, "peak": peak, "step": step, "probe": probed}
         Path(sys.argv[2]).write_text(json.dumps(found))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)

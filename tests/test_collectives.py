@@ -13,7 +13,7 @@ from autoshard import Config
 from autoshard.cost_model import collectives
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
-from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.hardware import DEVICES, Link
 from autoshard.planning import first_look
 
 
@@ -44,6 +44,26 @@ def test_a_measured_table_comes_before_the_model() -> None:
     slow = replace(DEVICES["cpu"], tables={"all_to_all@2": ((1024.0, 1.0), (2.0**30, 2.0))})
     plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(1, 2, slow))
     assert {g.reduction for g in plan.groups} == {"reduce_scatter"}
+
+
+@pytest.mark.parametrize("name", ["cpu", "h100"])
+@pytest.mark.parametrize("group", [Group(2), Group(8), Group(2, 2), Group(8, 2)])
+def test_measured_groups_say_what_others_take(name: str, group: Group) -> None:
+    """A link is found again from what it made of two messages; groups of other sizes have no table, and are reckoned with it."""
+    link = Link(1e-4, 3e9, DEVICES[name].inside.scatters)
+    true = replace(DEVICES[name], message=2e-4, **{"inside" if group.nodes == 1 else "across": link})  # type: ignore[arg-type]
+    table = tuple((float(b), collectives.ring("all_gather", b, group, true)) for b in (2**12, 2**28))
+    found = collectives.measured(replace(true, tables={collectives.table_name("all_gather", group): table}), group)
+    more = Group(4 * group.size, 4 * group.nodes if group.nodes > 1 else 1)
+    for size, of in ((2**20, group), (2**28, more)):
+        expected = collectives.ring("all_gather", size, of, true)
+        assert collectives.ring("all_gather", size, of, found) == pytest.approx(expected, rel=0.15)
+
+
+def test_a_table_is_of_its_nodes_alone() -> None:
+    slow = replace(DEVICES["cpu"], tables={"all_gather@4/2": ((1024.0, 1.0), (2.0**30, 2.0))})
+    assert collectives.seconds("all_gather", 1024, Group(4, 2), slow) == 1.0
+    assert collectives.seconds("all_gather", 1024, Group(4), slow) < 0.1
 
 
 @given(st.sampled_from(sorted(collectives.ALGORITHMS)), st.integers(0, 7), st.integers(1, 8), st.integers(0, 2**34))

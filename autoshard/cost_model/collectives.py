@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import look_up
@@ -46,17 +46,37 @@ def bytes_sent(collective: str, payload: int, group: Group, device: Device) -> i
 
 
 def seconds(collective: str, payload: int, group: Group, device: Device) -> float:
-    """Seconds of one collective: by the device's table for groups of this size on one node, or else by the fastest algorithm
-    that its transport has for it."""
+    """Seconds of one collective: by the device's table for such groups, or else by the fastest algorithm that its transport
+    has for it."""
     if group.size == 1:
         return 0.0
-    table = device.tables.get(f"{collective}@{group.size}")
-    if table is not None and group.nodes == 1:
+    table = device.tables.get(table_name(collective, group))
+    if table is not None:
         return float(look_up(table, payload))
     if collective == "all_to_all":
         return direct(collective, payload, group, device)
     algorithms = (ring, tree) if collective == "all_reduce" and device.inside.scatters else (ring,)
     return min(algorithm(collective, payload, group, device) for algorithm in algorithms)
+
+
+def table_name(collective: str, group: Group) -> str:
+    """"all_gather@8" of eight processes on one node, "all_gather@8/2" on two."""
+    return f"{collective}@{group.size}" + (f"/{group.nodes}" if group.nodes > 1 else "")
+
+
+def measured(device: Device, group: Group) -> Device:
+    """The device whose link between such a group carries what its table of all-gathers says, for groups without a table."""
+    (_, least), (payload, most) = (device.tables[table_name("all_gather", group)][i] for i in (0, -1))
+    rate = bytes_sent("all_gather", int(payload), group, device) / (most - least if most > least else most)
+    if group.nodes == 1:
+        latency = min(device.inside.latency, least / (group.size - 1))
+        rest = least - (group.size - 1) * latency
+        return replace(device, message=rest, inside=replace(device.inside, bandwidth=rate, latency=latency))
+    rest = max(least - (group.size - group.nodes) * device.inside.latency, 0.0)
+    latency = min(device.across.latency, rest / (group.nodes - 1))
+    rings = group.per_node if device.inside.scatters else 1
+    across = replace(device.across, bandwidth=rate / rings, latency=latency)
+    return replace(device, message=rest - (group.nodes - 1) * latency, across=across)
 
 
 def ring(collective: str, payload: int, group: Group, device: Device) -> float:

@@ -51,6 +51,11 @@ def on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == str(launched_size())
 
 
+def on_this_node() -> int:
+    """How many of the job's processes are on this machine, as far as the launcher says: all of them where it does not."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", launched_size()))
+
+
 def join(device: torch.device, patience: Patience) -> World:
     """This process's place in the job; starts a process group if a launcher's variables are there and no
     group is. NCCL for models on GPUs (the device set by LOCAL_RANK), gloo for models on CPUs. DisagreementError, by name,
