@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from autoshard import torch_internals
 from autoshard.errors import ConfigError, UnsupportedError
-from autoshard.runtime import fused_step
+from autoshard.runtime import factored, fused_step
 from autoshard.runtime.fused_step import Family, Gradients
 from autoshard.runtime.norm import norm_of
 from autoshard.runtime.state import watch_steps
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "fuse"]
+__all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "fuse"]
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -33,15 +33,14 @@ class _Fused(Optimizer):
     bf16 or fp16 are stepped in float32, which the optimizer keeps beside them.
     """
 
+    takes_rows = True
     family: Family
     max_norm: float | None = None
     norm: Tensor | None = None
     master_weights: bool = False
 
     def _also(self, max_norm: float | None, master_weights: bool) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise ConfigError(f"max_norm: {max_norm!r} is not legal; legal: None, or more than 0")
-        self.max_norm, self.master_weights = max_norm, master_weights
+        self.max_norm, self.master_weights = _checked(max_norm), master_weights
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which torch gives nothing else."""
@@ -70,6 +69,12 @@ class _Fused(Optimizer):
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
         fused_step.forget(self)
+
+
+def _checked(max_norm: float | None) -> float | None:
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm: {max_norm!r} is not legal; legal: None, or more than 0")
+    return max_norm
 
 
 def _clipped(optimizer: Optimizer, max_norm: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -199,6 +204,52 @@ class Lion(_Fused):
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
         self._also(max_norm, master_weights)
+
+
+class Adafactor(optim.Adafactor):
+    """torch.optim.Adafactor where parameters may be rows: it keeps sums over rows and columns, which take next to no memory.
+    Source: arXiv 1804.04235.
+
+    Two collectives a step; every process must take it. max_norm, norm: as AdamW's here. Not one kernel but torch's operations, as its
+    factors need whole matrices.
+    """
+
+    takes_rows = True
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize)
+        self.max_norm = _checked(max_norm)
+        self.norm: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which torch gives nothing else."""
+        return {**super().__getstate__(), "max_norm": self.max_norm, "norm": None}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. closure: computes the loss and the gradients anew; the loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = fused_step.stepped_by(self)
+        if reason := next((r for p in stepped if (r := factored.unfit(p))), ""):
+            raise UnsupportedError(f"autoshard.optim.Adafactor cannot step {reason}")
+        scale = None
+        if self.max_norm is not None:
+            self.norm, scale = _clipped(self, self.max_norm, None)
+        factored.take(self, scale)
+        return loss
 
 
 def fuse(optimizer: Optimizer) -> Optimizer:

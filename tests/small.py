@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,10 +45,10 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x))).pow(2).mean()
 
 
-def compiled_pair(config: autoshard.Config) -> tuple[nn.Module, nn.Module, Any]:
+def compiled_pair(config: autoshard.Config, build: Callable[[], nn.Module] | None = None) -> tuple[nn.Module, nn.Module, Any]:
     """(model, plain copy, compiled)"""
     torch.manual_seed(0)
-    model = Net()
+    model = (build or Net)()
     return model, rank0_copy(model), torch.compile(model, backend=autoshard.backend(config))
 
 

@@ -26,12 +26,14 @@ OURS: dict[str, Any] = {
     "Adam": lambda ps, **more: autoshard.optim.Adam(ps, lr=0.01, weight_decay=0.1, **more),
     "SGD": lambda ps, **more: autoshard.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, **more),
     "Lion": lambda ps, **more: autoshard.optim.Lion(ps, lr=0.001, weight_decay=0.1, **more),
+    "Adafactor": lambda ps, **more: autoshard.optim.Adafactor(ps, lr=0.01, weight_decay=0.1, **more),
 }
 TORCHS: dict[str, Any] = {
     "AdamW": lambda ps: optim.AdamW(ps, lr=0.01, amsgrad=True),
     "Adam": lambda ps: optim.Adam(ps, lr=0.01, weight_decay=0.1),
     "SGD": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5),
     "Lion": OURS["Lion"],
+    "Adafactor": lambda ps: optim.Adafactor(ps, lr=0.01, weight_decay=0.1),
 }
 
 
@@ -60,7 +62,7 @@ def clipped(name: str, zero: int, below: int) -> tuple[Distance, bool]:
 
 
 CASES = [(name, zero, 0) for name in OURS for zero in (0, 3)] + [("AdamW", 3, 10)]
-ALWAYS = {("SGD", 3, 0), ("Lion", 3, 0), ("AdamW", 3, 10)}
+ALWAYS = {("SGD", 3, 0), ("Lion", 3, 0), ("AdamW", 3, 10), ("Adafactor", 3, 0)}
 
 
 @pytest.mark.parametrize(("name", "zero", "below"), [case if case in ALWAYS else in_full(*case) for case in CASES])

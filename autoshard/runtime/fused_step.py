@@ -368,7 +368,7 @@ _out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.W
 
 def steps_itself(optimizer: Optimizer) -> bool:
     """True of autoshard's own."""
-    return isinstance(getattr(optimizer, "family", None), Family)
+    return bool(getattr(optimizer, "takes_rows", False))
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:

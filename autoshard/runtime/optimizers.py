@@ -64,7 +64,7 @@ def stands_still(optimizer: Optimizer) -> bool:
 
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
     """Refuses by name what fails, or does nothing, on DTensors and cannot step on rows."""
-    if can_step_locally(optimizer) and not closure:
+    if fused_step.steps_itself(optimizer) or (can_step_locally(optimizer) and not closure):
         return
     kind = type(optimizer).__name__
     fused_sgd = kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups)
@@ -72,9 +72,10 @@ def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
     if kind in _NOT_ON_DTENSORS or fused_sgd or quantized:
         what = "SGD(fused=True)" if fused_sgd else kind
         rows = ", or this one without hooks, closure or `differentiable`" if type(optimizer) in ELEMENTWISE else ""
+        ours = ", autoshard.optim.Adafactor" if kind == "Adafactor" else ""
         raise UnsupportedError(
             f"optimizer {what} cannot step on sharded parameters; legal: those of torch.optim that are elementwise "
-            f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}, or zero=0"
+            f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}{ours}, or zero=0"
         )
 
 

@@ -1,0 +1,200 @@
+"""Adafactor's step on this process's rows. Source: arXiv 1804.04235; order and form are torch.optim.Adafactor's.
+
+[Note: Factored variances] Of a matrix the squares' means over rows and over columns are kept, not the squares. Rows of a matrix are on
+one process, so their means are; a column's mean, what all rows' means come to, and the norms of a parameter and of its update
+are sums over processes. So a step has two collectives for all parameters that lie alike, whatever their number: one of
+column sums, row sums and the parameters' norms, then one of the updates' norms. Updates are computed again after that:
+keeping them would take as much memory as the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from autoshard.runtime.dtensors import dtensor_of, local
+
+
+@dataclass(eq=False)
+class Factors:
+    """One parameter in a step. state: torch.optim.Adafactor's, DTensors where the parameter is one."""
+
+    parameter: nn.Parameter
+    options: Mapping[str, Any]
+    state: dict[str, Tensor]
+    scale: Tensor | None
+
+    @property
+    def factored(self) -> bool:
+        """Whether means over rows and columns are kept; else each number's square is."""
+        return self.parameter.ndim > 1
+
+    @property
+    def precise(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.float64 if self.parameter.dtype is torch.float64 else torch.float32
+
+    @property
+    def across(self) -> bool:
+        """Whether a column is on several processes."""
+        return self.parameter.ndim == 2
+
+    def rows(self) -> Tensor:
+        """This process's, as they are computed with."""
+        return local(self.parameter).to(self.precise)  # type: ignore[no-any-return]
+
+    def gradient(self) -> Tensor:
+        """Of these, in the direction that the step goes against."""
+        grad: Tensor = local(self.parameter.grad).to(self.precise)
+        grad = grad if self.scale is None else grad / self.scale
+        return -grad if self.options["maximize"] else grad
+
+    def sums(self) -> Tensor:
+        """What of the first half of the step is a sum over processes: [1 + (columns + 1)], float64."""
+        parts = [self.rows().double().square().sum().reshape(1)]
+        if self.factored and self.across:
+            squares = self.gradient().square()
+            rows = self._next("row_var", squares.mean(-1, keepdim=True))
+            parts += [squares.sum(-2).double().reshape(-1), rows.sum().double().reshape(1)]
+        return torch.cat(parts)
+
+    def advance(self, sums: Tensor) -> None:
+        """Takes the means one step further; sums: of all processes."""
+        squares = self.gradient().square()
+        if not self.factored:
+            self._put("variance", self._next("variance", squares))
+            return
+        self._put("row_var", self._next("row_var", squares.mean(-1, keepdim=True)))
+        columns = squares.mean(-2, keepdim=True)
+        if self.across:
+            columns = (sums[1:-1] / self.parameter.shape[-2]).reshape(1, -1).to(self.precise)
+        self._put("col_var", self._next("col_var", columns))
+
+    def update(self, sums: Tensor) -> Tensor:
+        """The rows' update, not clipped yet."""
+        eps = self._eps
+        if self.factored:
+            rows, columns = (local(self.state[key]).to(self.precise) for key in ("row_var", "col_var"))
+            over = (sums[-1:] / self.parameter.shape[-2]).to(self.precise) if self.across else rows.mean(-2, keepdim=True)
+            variance = rows @ columns / over.clamp(min=eps)
+        else:
+            variance = local(self.state["variance"]).to(self.precise)
+        return self.gradient() * variance.clamp(min=eps * eps).rsqrt()
+
+    def write(self, sums: Tensor, square: Tensor) -> None:
+        """Steps the parameter. square: [1], of the norm of the whole update."""
+        lr, count = float(self.options["lr"]), math.sqrt(self.parameter.numel())
+        rows = local(self.parameter)
+        rate = self.state["step"].double().rsqrt().clamp(max=lr).to(rows.device)
+        size = (sums[0].sqrt() / count).clamp(min=self.options["eps"][1]) * rate
+        size = size / (square[0].sqrt() / (count * self.options["d"])).clamp(min=1.0)
+        kept = self.rows() * (1 - lr * self.options["weight_decay"])
+        rows.copy_(kept - size.to(self.precise) * self.update(sums))
+
+    @property
+    def _eps(self) -> float:
+        eps = self.options["eps"][0]
+        return float(torch.finfo(self.parameter.dtype).eps if eps is None else eps)
+
+    def _next(self, key: str, seen: Tensor) -> Tensor:
+        before = local(self.state[key]).to(self.precise)
+        weight = (self.state["step"].double() ** self.options["beta2_decay"]).to(seen.device, self.precise)
+        return before + weight * (seen - before)  # type: ignore[no-any-return]
+
+    def _put(self, key: str, value: Tensor) -> None:
+        local(self.state[key]).copy_(value)
+
+
+@torch.no_grad()
+def take(optimizer: Optimizer, scale: Tensor | None = None) -> None:
+    """One step of all parameters that have a gradient. scale: what gradients are divided by. Every process must come to it."""
+    entries = [
+        Factors(p, group, _state_of(optimizer, p), scale)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
+    for entry in entries:
+        entry.state["step"] += 1
+    sums = _over_processes(entries, Factors.sums)
+    for entry in entries:
+        entry.advance(sums[entry])
+    squares = _over_processes(entries, lambda e: e.update(sums[e]).double().square().sum().reshape(1))
+    for entry in entries:
+        entry.write(sums[entry], squares[entry])
+    torch.autograd.graph.increment_version([e.parameter for e in entries])
+
+
+def unfit(parameter: Tensor) -> str:
+    """Why a parameter cannot be stepped; "" if it can."""
+    if not parameter.is_floating_point() or parameter.is_sparse or (parameter.grad is not None and parameter.grad.is_sparse):
+        return f"a parameter of shape {tuple(parameter.shape)} that is, or whose gradient is, not dense and real"
+    if isinstance(parameter, DTensor) and not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
+        return f"a parameter of shape {tuple(parameter.shape)} that lies as {parameter.placements}; legal: whole, or sharded by rows"
+    ours, its = (getattr(t, "placements", None) for t in (parameter, parameter.grad))
+    return "" if ours == its else f"a parameter of shape {tuple(parameter.shape)} that lies as {ours} and its gradient as {its}"
+
+
+def _over_processes(entries: Sequence[Factors], part: Callable[[Factors], Tensor]) -> dict[Factors, Tensor]:
+    """Each entry's part, summed over those processes that have rows of it; a collective for all that lie alike."""
+    alike: dict[Any, list[Factors]] = defaultdict(list)
+    for entry in entries:
+        p = entry.parameter
+        alike[(p.device, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None)].append(entry)
+    found: dict[Factors, Tensor] = {}
+    for together in alike.values():
+        parts = [part(entry) for entry in together]
+        total, first = torch.cat(parts), together[0].parameter
+        if isinstance(first, DTensor):
+            lying = [Replicate() if p.is_replicate() else Partial() for p in first.placements]
+            total = DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
+        found.update(zip(together, total.split([p.numel() for p in parts])))
+    return found
+
+
+def _state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What is kept of it, made or put where it belongs."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device="cpu")
+    shapes = {"variance": tuple(parameter.shape)}
+    if parameter.ndim > 1:
+        *batch, height, width = parameter.shape
+        shapes = {"row_var": (*batch, height, 1), "col_var": (*batch, 1, width)}
+    for key, shape in shapes.items():
+        lies = _lies(parameter, key)
+        state[key] = _zeros(parameter, shape, lies) if key not in state else _placed(state[key], parameter, lies)
+    return state
+
+
+def _lies(parameter: Tensor, key: str) -> tuple[Placement, ...]:
+    """A matrix's columns are whole everywhere; everything else lies as the parameter does."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    whole = key == "col_var" and parameter.ndim == 2
+    return tuple(Replicate() if whole else p for p in parameter.placements)
+
+
+def _zeros(parameter: Tensor, shape: tuple[int, ...], lies: tuple[Placement, ...]) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    rows = parameter.to_local()
+    held = shape if all(p.is_replicate() for p in lies) else (rows.shape[0], *shape[1:])
+    return dtensor_of(torch.zeros(held, dtype=rows.dtype, device=rows.device), whole, parameter.device_mesh, lies)
+
+
+def _placed(value: Tensor, parameter: Tensor, lies: tuple[Placement, ...]) -> Tensor:
+    """State that was loaded whole, or taken over from before the parameter was sharded: rank 0's."""
+    if not isinstance(parameter, DTensor):
+        return value
+    if not isinstance(value, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, lies)
+    return value if value.placements == lies else value.redistribute(placements=lies)

@@ -1,0 +1,199 @@
+"""Adafactor on rows, beside torch's on the whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import distribute_tensor
+
+import autoshard
+from autoshard.errors import ConfigError, UnsupportedError
+from tests.cluster import Cluster
+from tests.parity import Distance, see_state
+from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of
+
+SHAPES = ((), (5,), (7, 3), (1, 6), (6, 1), (2, 3, 4), (3, 1, 2, 5), (9, 8))
+
+
+def made(shapes: Any, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    random = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(s, generator=random, dtype=torch.float64).to(dtype)) for s in shapes]
+
+
+def given_gradients(parameters: list[nn.Parameter], step: int) -> None:
+    random = torch.Generator().manual_seed(100 + step)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=random, dtype=torch.float64).to(p.dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 6), max_size=4), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.1]),
+    st.booleans(),
+    st.sampled_from([(None, 1e-3), (1e-4, 1e-2)]),
+    st.sampled_from([1.0, 3.0]),
+)
+def test_steps_are_torchs(shapes: Any, decay: float, maximize: bool, eps: Any, d: float) -> None:
+    ours, theirs = made(shapes, torch.float64), made(shapes, torch.float64)
+    options: Any = {"lr": 0.05, "weight_decay": decay, "maximize": maximize, "eps": eps, "d": d}
+    optimizers = autoshard.optim.Adafactor(ours, **options), optim.Adafactor(theirs, **options)
+    for step in range(4):
+        for parameters, optimizer in zip((ours, theirs), optimizers):
+            given_gradients(parameters, step)
+            optimizer.step()
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(ours, theirs))
+
+
+def test_a_hundred_steps_and_state_dicts_are_torchs() -> None:
+    """In fp32, the optimizers changing places half way."""
+    ours, theirs = made(SHAPES), made(SHAPES)
+    first, second = autoshard.optim.Adafactor(ours), optim.Adafactor(theirs)
+    for step in range(100):
+        if step == 50:
+            kept = copy.deepcopy((first.state_dict(), second.state_dict()))
+            first, second = optim.Adafactor(ours), autoshard.optim.Adafactor(theirs)  # type: ignore[assignment]
+            first.load_state_dict(kept[0])
+            second.load_state_dict(kept[1])
+        for parameters, optimizer in ((ours, first), (theirs, second)):
+            given_gradients(parameters, step)
+            optimizer.step()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours, theirs))
+
+
+def test_halves_are_computed_with_in_float32() -> None:
+    half, exact = made(SHAPES, torch.bfloat16), made(SHAPES, torch.bfloat16)
+    exact = [nn.Parameter(p.detach().float()) for p in exact]
+    optimizers = [autoshard.optim.Adafactor(ps, lr=0.05, eps=(1e-3, 1e-3)) for ps in (half, exact)]
+    for parameters, optimizer in zip((half, exact), optimizers):
+        given_gradients(parameters, 0)
+        optimizer.step()
+    assert all(torch.allclose(a.float(), b, rtol=2e-2, atol=2e-2) for a, b in zip(half, exact))
+
+
+def test_infinite_gradients_show_and_none_are_left_alone() -> None:
+    parameters = made(SHAPES)
+    given_gradients(parameters, 0)
+    parameters[1].grad, untouched = None, parameters[1].detach().clone()
+    parameters[2].grad[0, 0] = torch.inf  # type: ignore[index]
+    autoshard.optim.Adafactor(parameters).step()
+    assert torch.equal(parameters[1], untouched)
+    assert bool(parameters[2].isnan().any())
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ConfigError, match="max_norm: 0 is not legal"):
+        autoshard.optim.Adafactor(made(SHAPES), max_norm=0)
+    (parameter,) = made([(3, 3)])
+    parameter.grad = torch.eye(3).to_sparse()
+    with pytest.raises(UnsupportedError, match="not dense and real"):
+        autoshard.optim.Adafactor([parameter]).step()
+
+
+class Many(nn.Module):
+    """Matrices wide and high, a stack of kernels, vectors; more processes than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.thin, self.last = nn.Linear(8, 7), nn.Linear(7, 1), nn.Linear(1, 5)
+        self.kernels = nn.Conv1d(1, 3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self.thin(torch.tanh(self.first(x))))
+        return torch.tanh(self.kernels(y.unsqueeze(-2))).pow(2).mean()
+
+
+def trained(zero: int, begun: bool) -> Distance:
+    """begun: the optimizer has stepped before the model was sharded."""
+    model, plain, compiled = compiled_pair(config(zero, replicate_below=0), Many)
+    optimizer, reference = autoshard.optim.Adafactor(model.parameters()), optim.Adafactor(plain.parameters())
+    distance = Distance()
+    if begun:
+        for m, o in ((model, optimizer), (plain, reference)):
+            m(inputs_of(1)[0, 0]).backward()
+            o.step()
+            o.zero_grad()
+    for inputs in inputs_of(4):
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    see_state(distance, model, plain)
+    whole = autoshard.state_dict(optimizer)
+    for kept, expected in zip(whole.get("state", {}).values(), reference.state_dict()["state"].values()):
+        for key in expected:
+            distance.see(key, kept[key], expected[key])
+    return distance
+
+
+@pytest.mark.parametrize(("zero", "begun"), [(3, True), in_full(3, False), in_full(0, False), in_full(1, False)])
+def test_rows_step_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
+    for distance in two.run(trained, zero, begun):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.full
+def test_three_processes_and_fewer_rows(three: Cluster) -> None:
+    for distance in three.run(trained, 3, False):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def resumed() -> Distance:
+    """The state goes through torch's full state dict into a new optimizer, and through its own."""
+    model, plain, compiled = compiled_pair(config(3, replicate_below=0), Many)
+    optimizer: Any = autoshard.optim.Adafactor(model.parameters())
+    reference = optim.Adafactor(plain.parameters())
+    for i, inputs in enumerate(inputs_of(6)):
+        if i == 2:
+            kept = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+            optimizer = autoshard.optim.Adafactor(model.parameters())
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_optimizer_state_dict(model, optimizer, kept, options=options)
+        if i == 4:
+            own = optimizer.state_dict()
+            optimizer = autoshard.optim.Adafactor(model.parameters())
+            optimizer.load_state_dict(own)
+        compiled(inputs[dist.get_rank()]).backward()
+        for x in inputs:
+            (plain(x) / len(inputs)).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance
+
+
+def test_its_state_goes_through_checkpoints(two: Cluster) -> None:
+    for distance in two.run(resumed):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def columns() -> str:
+    """A parameter that someone else sharded by columns."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [dist.tensor.Shard(1)]))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        autoshard.optim.Adafactor([parameter]).step()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_columns_are_refused(two: Cluster) -> None:
+    assert all("legal: whole, or sharded by rows" in text for text in two.run(columns))
