@@ -1,6 +1,8 @@
 """Measures the machine that it runs on: `autoshard calibrate`, alone or, for collectives, under torchrun.
 
-Each figure is the median of repeated runs over buffers that together are larger than the caches, as a step's are.
+Each figure is the median of repeated runs over buffers that together are larger than the caches, as a step's are. All rows are
+measured several times, one after the other, and the fastest counts: a machine that others use too is slow for seconds at a
+time, and rows that were measured then would not go with the rest.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,12 @@ from autoshard.codegen import has_compiler
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
+from autoshard.cost_model.timeline import Sharing
 from autoshard.runtime import processes
 from autoshard.runtime.presence import Patience
 
-SECONDS_EACH = 0.25  # of one row of a table, at most
+PASSES = 3
+SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
 Run = Callable[[], object]
 Shapes = Sequence[tuple[int, ...]]
@@ -50,35 +54,69 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     serial = _one_by_one() if device.type == "cpu" and has_compiler() else ()
     where = Group(world.size, world.size // processes.on_this_node())
     rows = [*_kernels(device), *serial, *(_collectives(device, where, group) if group else ())]
-    shown = track(rows, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
-    tables: dict[str, list[tuple[float, float]]] = {}
+    shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
+    tables: dict[str, dict[float, float]] = {}
     for row in shown:
-        tables.setdefault(row.table, []).append((row.size, _median(row, device)))
-    made = _device(device, {name: _rising(points) for name, points in tables.items()})
+        table, seconds = tables.setdefault(row.table, {}), _median(row, device)
+        table[row.size] = min(seconds, table.get(row.size, seconds))
+    made = _device(device, {name: _rising(points.items()) for name, points in tables.items()})
     if group:
-        made = replace(measured(made, where), interference=_interference(device, group))
+        made = replace(measured(made, where), **asdict(_sharing(device, group)))
     return Cluster(where.nodes, where.per_node, made)
 
 
-def _interference(device: torch.device, group: str) -> float:
-    """How many seconds compute loses for each that a collective runs beside it: matmuls with all-reduces in flight."""
+def _sharing(device: torch.device, group: str) -> Sharing:
+    """How compute and collectives get on beside each other: matmuls, and an all-gather that takes twice as long."""
     a, message = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device)
+    size = dist.get_world_size()
 
-    def reduce() -> Tensor:
-        return _functional.wait_tensor(_functional.all_reduce(message, "sum", group))
+    def gather() -> Tensor:
+        return _functional.all_gather_into_tensor(message, size, group)  # type: ignore[no-any-return]
 
-    reduce()
-    alone = _timed_batch(itertools.repeat(lambda: a @ a), 50, device)
-    link = _timed_batch(itertools.repeat(reduce), 5, device)
-    lost = []
-    for _ in range(7):
+    def compute(count: int) -> float:
+        return _timed_batch(itertools.repeat(lambda: a @ a), count, device) * count
+
+    def wait(flying: Tensor) -> float:
+        return _timed(lambda: _functional.wait_tensor(flying), device)
+
+    def link() -> float:
         dist.barrier()
-        flying = _functional.all_reduce(message, "sum", group)
-        count = max(1, int(link / alone))
-        beside = _timed_batch(itertools.repeat(lambda: a @ a), count, device) * count
-        _functional.wait_tensor(flying)
-        lost.append((beside - alone * count) / link)
-    return min(max(_together(statistics.median(lost)), 0.0), 2.0)
+        return _timed(lambda: _functional.wait_tensor(gather()), device)
+
+    compute(100)
+    link()  # the first ones warm up
+    count = max(1, int(_together(statistics.median([link() for _ in range(9)]) / compute(100)) * 100 / 2))
+    return Sharing(*_beside(lambda: compute(count), link, gather, wait), _skew(lambda: compute(4 * count), device))
+
+
+def _beside(
+    compute: Callable[[], float], link: Callable[[], float], start: Callable[[], Tensor], wait: Callable[[Tensor], float]
+) -> tuple[float, float]:
+    """(interference, drag): of both at once, and each of them alone, by turns."""
+    found = []
+    for _ in range(15):
+        alone = link()
+        dist.barrier()
+        computing = compute()
+        dist.barrier()
+        flying = start()
+        both = compute()
+        found.append((1 - computing / both, 1 - max(alone - wait(flying), 0.0) / both))
+    interference, drag = (min(max(_together(statistics.median(lost)), 0.0), 0.9) for lost in zip(*found))
+    return interference, drag
+
+
+def _skew(compute: Callable[[], float], device: torch.device) -> float:
+    """How much later than each usually is through the slowest is, as a share of what each computes. Of means, since a step waits
+    many times."""
+    number = torch.zeros(1, device=device)
+    own, until = [], []
+    for _ in range(60):
+        dist.all_reduce(number)
+        meeting = _timed(lambda: dist.all_reduce(number), device)
+        own.append(compute())
+        until.append(own[-1] + _timed(lambda: dist.all_reduce(number), device) - meeting)
+    return min(max(_together(statistics.mean(until)) / _together(statistics.median(own)) - 1, 0.0), 1.0)
 
 
 def _median(row: Row, device: torch.device) -> float:
@@ -87,6 +125,8 @@ def _median(row: Row, device: torch.device) -> float:
         dist.barrier()
     _timed(next(runs), device)  # the first one warms up
     once = _together(_timed(next(runs), device))
+    if once > SECONDS_EACH:
+        return once / row.kernels
     count = max(3, min(200, int(SECONDS_EACH / max(once, 1e-6))))
     batch = max(1, int(1e-3 / max(once, 1e-6)))  # short ones are timed several at once
     found = [_timed_batch(runs, batch, device) for _ in range(-(-count // batch) if batch > 1 else count)]
@@ -116,7 +156,7 @@ def _together(seconds: float) -> float:
     return float(value)
 
 
-def _rising(points: list[tuple[float, float]]) -> Table:
+def _rising(points: Iterable[tuple[float, float]]) -> Table:
     """By size, no row faster than a smaller one (noise of small sizes)."""
     out: list[tuple[float, float]] = []
     for size, seconds in sorted(points):
@@ -177,7 +217,8 @@ def _turns(
 
     def make() -> Iterator[Run]:
         total = sum(torch.Size(s).numel() * dtype.itemsize for s in shapes)
-        sets = [[torch.randn(s, device=device).to(dtype) for s in shapes] for _ in range(max(1, min(256, POOL // total)))]
+        count = max(1, min(256, POOL // total))
+        sets = [[torch.full(s, 0.5, dtype=dtype, device=device) for s in shapes] for _ in range(count)]
         for buffers in itertools.cycle(sets):
             yield lambda buffers=buffers: function(*buffers)  # type: ignore[misc]
 

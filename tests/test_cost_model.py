@@ -292,8 +292,12 @@ def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
     for compute, exposed in ((3.0, 2.0), (7.0, 0.0)):
         line = timeline.simulate(Program(operations), lambda _, c=compute: c, lambda _: 5.0)
         assert (line.seconds, line.exposed, line.communication) == (max(compute, 5.0), exposed, 5.0)
-    slowed = timeline.simulate(Program(operations), lambda _: 7.0, lambda _: 5.0, interference=0.4)
+    slowed = timeline.simulate(Program(operations), lambda _: 7.0, lambda _: 5.0, timeline.Sharing(interference=0.4))
     assert slowed.seconds == 7.0 + 0.4 * 5.0
+    for compute, exposed in ((2.0, 4.0), (12.0, 0.0)):  # at half its rate the collective is through after 10 seconds
+        dragged = timeline.simulate(Program(operations), lambda _, c=compute: c, lambda _: 5.0, timeline.Sharing(drag=0.5))
+        assert (dragged.exposed, dragged.communication) == (exposed, 5.0)
+        assert next(s.end for s in dragged.spans if s.stream == "link") == (6.0 if compute == 2.0 else 10.0)
 
 
 def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads() -> None:

@@ -19,7 +19,7 @@ from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED
-from autoshard.cost_model.timeline import slowed
+from autoshard.cost_model.timeline import Sharing
 from autoshard.errors import PlanError, SweepError
 from autoshard.forecast import Forecaster
 from autoshard.plan import Plan
@@ -121,7 +121,8 @@ def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> No
 
 def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
     captured = capture(Small(), _tokens(4, 16), open=True)
-    forecaster = Forecaster(captured, STEPPED, TWO, "eager")
+    shared = replace(TWO, device=replace(TWO.device, interference=0.3, drag=0.4))
+    forecaster = Forecaster(captured, STEPPED, shared, "eager")
     for way in _swept("small", "eager").ways:
         curve, schedule = forecaster.costs(way.plan)
         predicted = forecaster(way.plan).predicted
@@ -130,13 +131,17 @@ def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
         assert schedule.seconds(here)[0] == pytest.approx(predicted.step_seconds, rel=1e-9)
 
 
-@given(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 2))
+@given(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 0.9), st.floats(0, 0.9))
 def test_two_kernels_beside_a_collective_take_what_one_of_their_length_does(
-    first: float, second: float, busy: float, interference: float
+    first: float, second: float, busy: float, interference: float, drag: float
 ) -> None:
-    once = slowed(first + second, busy, interference)
-    before = slowed(first, busy, interference)
-    assert before + slowed(second, busy - before, interference) == pytest.approx(once)
+    sharing = Sharing(interference, drag)
+
+    def after(taken: float, now: float, link: float) -> tuple[float, float]:
+        busy = link - now
+        return now + float(sharing.slowed(taken, busy)), float(sharing.delayed(link, now, sharing.both(taken, busy)))
+
+    assert after(second, *after(first, 0.0, busy)) == pytest.approx(after(first + second, 0.0, busy))
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:

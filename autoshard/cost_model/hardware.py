@@ -36,8 +36,9 @@ class Device:
     """memory: bytes; 0 is not known. flops: operations a second by dtype, dense matmuls at their peak. bandwidth: of its
     memory, bytes a second. launch: seconds that a kernel takes at least. inside, across: links within a node and between
     nodes, a process; their latency is that of one hop. message: seconds that a collective takes before its first hop.
-    interference: seconds that compute loses for each second of a collective beside it. tables: what `autoshard calibrate`
-    measured, see `cost_model/kernels.py`. source: of the figures.
+    interference, drag: what compute, and what a collective, loses of each second in which both are at work. skew: the share of
+    compute by which the slowest process is behind at a collective. tables: what `autoshard calibrate` measured, see
+    `cost_model/kernels.py`. source: of the figures.
     """
 
     name: str
@@ -50,6 +51,8 @@ class Device:
     source: str = ""
     message: float = 0.0
     interference: float = 0.0
+    drag: float = 0.0
+    skew: float = 0.0
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,7 +60,9 @@ class Device:
         _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
         _in_range("launch", self.launch, 0, 1, "seconds")
         _in_range("message", self.message, 0, 1, "seconds")
-        _in_range("interference", self.interference, 0, 10, "seconds a second")
+        _in_range("interference", self.interference, 0, 0.99, "seconds a second")
+        _in_range("drag", self.drag, 0, 0.99, "seconds a second")
+        _in_range("skew", self.skew, 0, 10, "seconds a second")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():

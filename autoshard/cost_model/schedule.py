@@ -1,6 +1,6 @@
 """The time of a step for many sizes at once: a program whose kernels between two events on the link are one stretch.
 
-[Note: Stretches] What a timeline does with each kernel (`timeline.slowed`) it does with their sum, so a step of thousands
+[Note: Stretches] What a timeline does with each kernel (`timeline.Sharing`) it does with their sum, so a step of thousands
 of kernels is a few hundred events. Kernels that are alike are counted: a stretch is a row of counts, a step's time a
 product of counts and the kernels' times, then a walk over the events; all for an array of points. It is the sum that
 `timeline.simulate` gives, for sizes that were not traced too; which operations there are, and in which order, stays as it
@@ -23,7 +23,7 @@ from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import WAIT, Operation, Program
 from autoshard.cost_model.sizes import Values, evaluator, shape_of
-from autoshard.cost_model.timeline import slowed
+from autoshard.cost_model.timeline import Sharing
 from autoshard.cost_model.work import Work, work_of
 
 _SIZES = ("flops", "read", "written", "hard", "serial")
@@ -58,11 +58,12 @@ Event = Stretch | Message | Wait
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step: events in order, over kernels of a device; then the optimizer, `after` seconds."""
+    """A step: events in order, over kernels of a device that shares itself so; then the optimizer, `after` seconds."""
 
     kernels: tuple[Kernel, ...]
     events: tuple[Event, ...]
     device: Device
+    sharing: Sharing
     after: float
 
     def seconds(self, values: Values) -> NDArray[np.float64]:
@@ -75,11 +76,18 @@ class Schedule:
 
     def _seconds(self, values: Values) -> NDArray[np.float64]:
         spent = self._stretches(values)
-        now = link = np.zeros(spent.shape[1:])
+        now: Any = np.zeros(spent.shape[1:])
+        link: Any = now
         ends: dict[int, Any] = {}
+        sharing = self.sharing
         for event in self.events:
             if isinstance(event, Stretch):
-                now = now + slowed(spent[self._row[event]], link - now, self.device.interference)
+                taken, busy = spent[self._row[event]] * (1 + sharing.skew), link - now
+                if sharing.drag:
+                    both = sharing.both(taken, busy)
+                    ends = {piece: sharing.delayed(end, now, both) for piece, end in ends.items()}
+                    link = sharing.delayed(link, now, both)
+                now = now + sharing.slowed(taken, busy)
             elif isinstance(event, Message):
                 link = np.maximum(link, now) + event.seconds
                 ends.update(dict.fromkeys(event.gives, link))
@@ -151,6 +159,7 @@ def schedule_of(
     collective: Callable[[Operation], float],
     generated: Callable[[Operation], bool],
     device: Device,
+    sharing: Sharing,
     after: float,
 ) -> Schedule:
     """The schedule of a program. collective: the seconds of one. generated: whether code is generated for an operation.
@@ -164,4 +173,4 @@ def schedule_of(
         else:
             book.run((work_of(operation).at(program.open.named), generated(operation)))
     book.close()
-    return Schedule(tuple(book.kernels), tuple(book.events), device, after)
+    return Schedule(tuple(book.kernels), tuple(book.events), device, sharing, after)

@@ -14,7 +14,7 @@ from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
-from autoshard.cost_model.timeline import Timeline
+from autoshard.cost_model.timeline import Sharing, Timeline
 from autoshard.cost_model.work import Work, work_of
 
 _NAMES = {
@@ -54,7 +54,7 @@ def step_time(
     def collective(operation: Operation) -> float:
         return collective_seconds(operation, cluster, groups)
 
-    line = timeline.simulate(program, kernel, collective, cluster.device.interference)
+    line = timeline.simulate(program, kernel, collective, Sharing.on(cluster.device, groups.values()))
     return StepTime(line, _optimizer(moved, cluster))
 
 
@@ -67,6 +67,7 @@ def schedule(
         lambda operation: collective_seconds(operation, cluster, groups),
         lambda operation: fused and is_generated(operation),
         cluster.device,
+        Sharing.on(cluster.device, groups.values()),
         _optimizer(moved, cluster),
     )
 

@@ -2,18 +2,20 @@
 
 [Note: Streams] Compute runs in the order of the program. A collective starts when it is issued and the one before it is
 through, for each link carries out its collectives in turn. A wait holds compute up until its collective has ended. Where
-the processor itself moves the bytes (gloo), compute slows down meanwhile: it loses `interference` of each second. So several
-operations take beside a collective what one of their whole length would.
+the processor itself moves the bytes (gloo), both slow down while both are at work: of each such second compute loses
+`interference`, and the collective `drag`. So several operations take beside a collective what one of their whole length would.
+Processes are slower by turns, and a collective waits for the slowest: between two of them compute takes `skew` of itself longer.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import Amount
 from autoshard.cost_model.program import WAIT, Operation, Program
 
@@ -51,32 +53,65 @@ def land(program: Program, line: Timeline) -> None:
             piece.last = min(piece.last, max(beside, default=piece.made))
 
 
-def slowed(taken: Amount, busy: Amount, interference: float) -> Amount:
-    """Seconds of compute that takes `taken` alone, the link being busy for `busy` more."""
-    left = max(1 - interference, 0.0)
-    beside = np.minimum(np.maximum(busy, 0.0), taken / left if left else math.inf)
-    return taken + interference * beside
+@dataclass(frozen=True)
+class Sharing:
+    """What compute and the link lose of each second in which both are at work, both below 1; and what compute loses to waiting
+    for slower processes."""
+
+    interference: float = 0.0
+    drag: float = 0.0
+    skew: float = 0.0
+
+    @staticmethod
+    def on(device: Device, groups: Iterable[Group]) -> Sharing:
+        """Of a job with these groups of processes; one process waits for nobody."""
+        together = any(group.size > 1 for group in groups)
+        return Sharing(device.interference, device.drag, device.skew) if together else ALONE
+
+    def both(self, taken: Amount, busy: Amount) -> Amount:
+        """Seconds in which both are: compute takes `taken` alone, and the link is busy for `busy` more if it is left alone."""
+        return np.minimum(np.maximum(busy, 0.0) / (1 - self.drag), taken / (1 - self.interference))
+
+    def slowed(self, taken: Amount, busy: Amount) -> Amount:
+        """Seconds of that compute beside that link."""
+        return taken + self.interference * self.both(taken, busy)
+
+    def delayed(self, end: Amount, now: Amount, both: Amount) -> Amount:
+        """When a collective that would have ended at `end` does, both being at work from now on for `both`."""
+        return end + self.drag * np.minimum(np.maximum(end - now, 0.0) / (1 - self.drag), both)
 
 
-def simulate(program: Program, kernel: Seconds, collective: Seconds, interference: float = 0.0) -> Timeline:
+ALONE = Sharing()
+
+
+def simulate(program: Program, kernel: Seconds, collective: Seconds, sharing: Sharing = ALONE) -> Timeline:
     """The timeline of a program without its optimizer's step."""
     now = link = compute = communication = exposed = 0.0
-    ends: dict[int, float] = {}  # by the piece that a collective gives
+    flights: dict[int, Span] = {}  # by operation
+    issued: dict[int, int] = {}  # of the piece that a collective gives
     spans: list[Span] = []
     for i, operation in enumerate(program.operations):
         if operation.name == WAIT:
-            end = max((ends.pop(p, 0.0) for p in operation.reads), default=0.0)
+            end = max((flights[issued.pop(p)].end for p in operation.reads if p in issued), default=0.0)
             exposed += max(end - now, 0.0)
             now = max(now, end)
         elif operation.name.startswith("_c10d_functional"):
-            start = max(link, now)
-            link = start + collective(operation)
-            communication += link - start
-            ends.update(dict.fromkeys(operation.makes, link))
-            spans.append(Span(i, "link", start, link))
+            start, seconds = max(link, now), collective(operation)
+            link = start + seconds
+            communication += seconds
+            issued.update(dict.fromkeys(operation.makes, i))
+            flights[i] = Span(i, "link", start, link)
         else:
-            end = now + float(slowed(kernel(operation), link - now, interference))
+            taken, busy = kernel(operation) * (1 + sharing.skew), link - now
+            both = float(sharing.both(taken, busy))
+            flights.update({k: _delayed(f, now, both, sharing) for k, f in flights.items() if sharing.drag and f.end > now})
+            link, end = float(sharing.delayed(link, now, both)), now + float(sharing.slowed(taken, busy))
             compute += end - now
             spans.append(Span(i, "compute", now, end))
             now = end
-    return Timeline(now, compute, communication, exposed, tuple(spans))
+    return Timeline(now, compute, communication, exposed, tuple(sorted((*spans, *flights.values()), key=lambda s: s.operation)))
+
+
+def _delayed(flight: Span, now: float, both: float, sharing: Sharing) -> Span:
+    start, end = (float(sharing.delayed(moment, now, both)) for moment in (flight.start, flight.end))
+    return replace(flight, start=start, end=end)
