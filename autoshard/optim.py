@@ -33,7 +33,7 @@ class _Fused(Optimizer):
     bf16 or fp16 are stepped in float32, which the optimizer keeps beside them.
     """
 
-    takes_rows = True
+    steps_rows = "all parameters at once"
     family: Family
     max_norm: float | None = None
     norm: Tensor | None = None
@@ -214,7 +214,7 @@ class Adafactor(optim.Adafactor):
     factors need whole matrices.
     """
 
-    takes_rows = True
+    steps_rows = "on rows, with two collectives"
 
     def __init__(
         self,

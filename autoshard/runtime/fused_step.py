@@ -366,9 +366,9 @@ asked_for: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
-def steps_itself(optimizer: Optimizer) -> bool:
-    """True of autoshard's own."""
-    return bool(getattr(optimizer, "takes_rows", False))
+def steps_itself(optimizer: Optimizer) -> str:
+    """How autoshard's own do, in words; "" of others."""
+    return str(getattr(optimizer, "steps_rows", ""))
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:

@@ -174,7 +174,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> str:
     """Prepares a step, or takes it; how, in words."""
     fuses = fuses or optimizer in fused_step.asked_for
-    if fused_step.steps_itself(optimizer) or (fuses and fused_step.before_step(optimizer, closure)):
+    if how := fused_step.steps_itself(optimizer):
+        return how
+    if fuses and fused_step.before_step(optimizer, closure):
         return "all parameters at once"
     if sharded and local_step.before_step(optimizer, closure):
         return "on rows, by torch"
