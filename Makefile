@@ -34,6 +34,7 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
+	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/optimizer.py
 	if command -v nvidia-smi >/dev/null; then $(BIN)/python bench/gpu_kernels.py; fi

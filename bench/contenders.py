@@ -113,6 +113,7 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "fsdp2": fsdp2,
     "fsdp2_compiled": partial(fsdp2, compiled=True),
     "deepspeed_zero1": partial(deepspeed_zero, 1),
+    "deepspeed_zero2": partial(deepspeed_zero, 2),
     "deepspeed_zero3": partial(deepspeed_zero, 3),
     "autoshard0": partial(autoshard_zero, 0),
     "autoshard1": partial(autoshard_zero, 1),

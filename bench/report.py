@@ -1,11 +1,12 @@
-"""The results of a comparison as Markdown: a table for each rate, and in words which targets hold.
+"""The results of a comparison: docs/performance.md, with a table for each rate and in words which targets hold, and a plot.
 
-python bench/report.py bench/results/step_time.json            # the text again from the figures
+python bench/report.py bench/results/step_time.json            # the text and the plot again from the figures
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from reference import PARAMETERS  # noqa: E402
 from worker import WARM_UP, Measured  # noqa: E402
 
-ZERO0_TARGET = 1.1
-HEAD = "| contender | median step s | ratio to ddp | ratio to fsdp2 | peak MB per rank | first step s |"
+TEXT = Path(__file__).parent.parent / "docs" / "performance.md"
+FP32, PROCESSES = 4, 2  # bytes of a parameter; what takes part in a job
+# Of its peer's step, at most: by rate (Mbit/s) and stage. Elsewhere no slower than the best peer of that stage.
+TARGETS = {(1000, "autoshard0", "ddp"): 1 / 1.5, (1000, "autoshard3", "fsdp2"): 1 / 1.8}
+PEERS = {
+    "autoshard0": ("ddp", "ddp_compiled"),
+    "autoshard1": ("deepspeed_zero1",),
+    "autoshard2": ("deepspeed_zero2",),
+    "autoshard3": ("fsdp2", "fsdp2_compiled", "deepspeed_zero3"),
+}
+BOUND_TARGET = {1000: 1.25}
+HEAD = "| contender | median step s | ratio to ddp | ratio to fsdp2 | bound s | ratio to it | peak MB per rank | first step s |"
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,47 @@ class Results:
         return Results(Machine(**value["machine"]), memory, steps, value["skipped"], value["failures"])
 
 
+def travels(name: str) -> int:
+    """How often all parameters go over a link each way in a step, as (n-1)/n of their bytes: gradients twice in an all-reduce, or
+    once and parameters once; where those are gathered again for backward, once more."""
+    return 0 if name == "compute" else 3 if "fsdp2" in name or name.endswith("3") else 2
+
+
+def bound(job: Steps, name: str) -> float | None:
+    """Seconds that no step can go below: the compute alone, or its bytes at the line's rate."""
+    if not job.has("compute"):
+        return None
+    sent = travels(name) * PARAMETERS * FP32 * (PROCESSES - 1) / PROCESSES
+    return max(statistics.median(job.of("compute").seconds), sent / (job.mbit * 1e6 / 8) if job.mbit else 0.0)
+
+
+def write(results: Results, folder: Path) -> str:
+    """docs/performance.md and the plot beside the figures; the text."""
+    text = markdown(results)
+    TEXT.write_text(text)
+    draw(results, folder / "step_time.png")
+    return text
+
+
+def draw(results: Results, path: Path) -> None:
+    """Step times by contender, a panel a rate; the bound of each as a line."""
+    from matplotlib.figure import Figure
+
+    rates = sorted({s.mbit for s in results.steps}, key=lambda mbit: -mbit or -math.inf)
+    figure = Figure(figsize=(4 * len(rates), 4), layout="constrained")
+    for axes, mbit in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates):
+        rows = _rows([s for s in results.steps if s.mbit == mbit])
+        names = [measured.name for _, measured in rows]
+        axes.barh(names, [statistics.median(m.seconds) for _, m in rows], color=["C0" if "auto" in n else "0.7" for n in names])
+        for i, (job, measured) in enumerate(rows):
+            if (least := bound(job, measured.name)) is not None:
+                axes.plot([least, least], [i - 0.4, i + 0.4], color="C3")
+        axes.set_title(rate_text(mbit))
+        axes.set_xlabel("seconds a step; red: the bound")
+        axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
 def rate_text(mbit: int) -> str:
     """A rate in words."""
     return f"{mbit} Mbit/s" if mbit else "unlimited rate"
@@ -92,7 +145,7 @@ def rate_text(mbit: int) -> str:
 def markdown(results: Results) -> str:
     """The whole text."""
     parts = [_preamble(results)]
-    for mbit in sorted({s.mbit for s in results.steps}):
+    for mbit in sorted({s.mbit for s in results.steps}, key=lambda mbit: -mbit or -math.inf):
         jobs = [s for s in results.steps if s.mbit == mbit]
         parts.append(f"## At {rate_text(mbit)}\n\n{_table(results, jobs)}")
         parts.append(_targets(results, jobs))
@@ -108,7 +161,8 @@ def _preamble(results: Results) -> str:
         "# Step time and memory against DDP, FSDP2 and DeepSpeed\n\n"
         f"{m.cpu}, {m.cores} cores; {m.hosts}, one process of one thread each; "
         f"torch {m.torch}, {m.backend}; {m.date}. "
-        "Written by `python bench/run.py`; the figures are in step_time.json.\n\n"
+        "Written by `python bench/run.py`; the figures are in bench/results/step_time.json.\n\n"
+        "![Step times](../bench/results/step_time.png)\n\n"
         "The reference model is a Llama of 4.2 M fp32 parameters (4 layers, hidden 256), 4 x 128 tokens a "
         "rank, AdamW, gradients clipped to norm 1. Contenders take turns step by step, "
         f"{rounds} timed rounds after {WARM_UP}; a step's time is that of the slower rank, a ratio is the "
@@ -116,28 +170,36 @@ def _preamble(results: Results) -> str:
         "compiled model without any communication. DeepSpeed runs in a job of its own beside ddp and fsdp2, "
         "and its ratios are to those. Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
         "DDP's flat buckets included, plus the most that a step's allocations add. The first step counts "
-        "construction and compilation with empty caches, in a job of its own at unlimited rate."
+        "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step can go "
+        "below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, parameters once more "
+        "at stage 3)."
     )
 
 
-def _table(results: Results, jobs: Sequence[Steps]) -> str:
-    rows = [HEAD, "|---|---:|---:|---:|---:|---:|"]
-    seen: set[str] = set()
+def _rows(jobs: Sequence[Steps]) -> list[tuple[Steps, Measured]]:
+    """Each contender once, with the first job that it took part in."""
+    found: dict[str, tuple[Steps, Measured]] = {}
     for job in jobs:
         for measured in job.measured:
-            if measured.name not in seen:
-                rows.append(_row(results, job, measured))
-            seen.add(measured.name)
-    return "\n".join(rows)
+            found.setdefault(measured.name, (job, measured))
+    return list(found.values())
+
+
+def _table(results: Results, jobs: Sequence[Steps]) -> str:
+    rows = [HEAD, "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    return "\n".join([*rows, *(_row(results, job, measured) for job, measured in _rows(jobs))])
 
 
 def _row(results: Results, job: Steps, measured: Measured) -> str:
-    alone = results.memory_of(measured.name)
+    alone, least = results.memory_of(measured.name), bound(job, measured.name)
+    middle = statistics.median(measured.seconds)
     cells = [
         measured.name,
-        f"{statistics.median(measured.seconds):.3f}",
+        f"{middle:.3f}",
         f"{job.ratio(measured.name, 'ddp'):.2f}",
         f"{job.ratio(measured.name, 'fsdp2'):.2f}",
+        f"{least:.3f}" if least else "",
+        f"{middle / least:.2f}" if least else "",
         f"{alone.peak / 1e6:.1f}" if alone and alone.peak else "not measured",
         f"{alone.first_step:.1f}" if alone and alone.first_step else "not measured",
     ]
@@ -145,24 +207,39 @@ def _row(results: Results, job: Steps, measured: Measured) -> str:
 
 
 def _targets(results: Results, jobs: Sequence[Steps]) -> str:
-    """The targets, and the same against the compiled peers, as sentences."""
+    """What was aimed at, as sentences."""
     lines = []
     for job in jobs:
-        for peer in ("ddp", "ddp_compiled"):
-            if job.has("autoshard0", peer):
-                lines.append(_time_target(job, "autoshard0", peer, ZERO0_TARGET))
-        for peer in ("fsdp2", "fsdp2_compiled"):
-            if job.has("autoshard3", peer):
-                lines.append(_time_target(job, "autoshard3", peer, 1.0))
-                lines.append(_memory_target(results, "autoshard3", peer))
+        for ours, peers in PEERS.items():
+            lines += [_time_target(job, ours, p, TARGETS.get((job.mbit, ours, p), 1.0)) for p in peers if job.has(ours, p)]
+        lines += [_memory_target(results, "autoshard3", p) for p in ("fsdp2", "fsdp2_compiled") if job.has("autoshard3", p)]
+        lines += [_bound_target(job, ours) for ours in ("autoshard0", "autoshard3") if job.has(ours, "compute")]
+        if job.has("autoshard_auto"):
+            lines.append(_fastest(job))
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _bound_target(job: Steps, ours: str) -> str:
+    least, limit = bound(job, ours), BOUND_TARGET.get(job.mbit)
+    assert least is not None
+    ratio = statistics.median(job.of(ours).seconds) / least
+    if limit is None:
+        return f"{ours} takes {ratio:.2f} x its bound."
+    return f"{ours} takes at most {limit:g} x its bound: {'holds' if ratio <= limit else 'does not hold'} ({ratio:.2f})."
+
+
+def _fastest(job: Steps) -> str:
+    """Of all that train together; those whose middle half of ratios begins below 1 may be as fast."""
+    others = [m.name for m in job.measured if m.name not in ("autoshard_auto", "compute")]
+    faster = [n for n in others if statistics.quantiles(job.ratios("autoshard_auto", n), n=4)[0] > 1]
+    return f"autoshard_auto is the fastest, or as fast: {'does not hold (' + ', '.join(faster) + ')' if faster else 'holds'}."
 
 
 def _time_target(job: Steps, ours: str, peer: str, limit: float) -> str:
     ratio = job.ratio(ours, peer)
     spread = job.spread(ours, peer)
     verdict = "holds" if ratio <= limit else "does not hold"
-    return f"{ours} takes at most {limit:g} x the step of {peer}: {verdict} ({ratio:.2f}, {spread})."
+    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.2f}, {spread})."
 
 
 def _memory_target(results: Results, ours: str, peer: str) -> str:
@@ -187,4 +264,5 @@ def _list(title: str, lines: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(Results.from_json(json.loads(Path(sys.argv[1]).read_text()))))
+    figures = Path(sys.argv[1])
+    print(write(Results.from_json(json.loads(figures.read_text())), figures.parent))

@@ -31,7 +31,7 @@ import report  # noqa: E402
 from report import Machine, Results, Steps  # noqa: E402
 from worker import Measured  # noqa: E402
 
-RATES = (0, 1000)
+RATES = (0, 1000, 200)
 FIRST_PORT = 29541
 # What every job measures too, so that ratios to it are paired.
 BASELINES = ("ddp", "fsdp2")
@@ -147,7 +147,7 @@ def main() -> int:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one job may take")
     parser.add_argument(
-        "--results", type=Path, default=HERE / "results", help="folder for step_time.{json,md}"
+        "--results", type=Path, default=HERE / "results", help="folder for step_time.json and .png"
     )
     asked = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-bench-"))
@@ -157,8 +157,7 @@ def main() -> int:
         shutil.rmtree(scratch, ignore_errors=True)
     asked.results.mkdir(parents=True, exist_ok=True)
     (asked.results / "step_time.json").write_text(json.dumps(asdict(results), indent=1) + "\n")
-    text = report.markdown(results)
-    (asked.results / "step_time.md").write_text(text)
+    text = report.write(results, asked.results)
     print(f"\n{text}")
     for failure in results.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
