@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard import Config
+from autoshard import Config, optim
 from autoshard.calibrate import _rising
 from autoshard.capture import capture
 from autoshard.cost_model import collectives, liveness, timeline
@@ -250,6 +250,8 @@ def test_an_optimizer_is_measured_by_stepping_it() -> None:
     of_users = memory(like(users), rows, foreach=False)
     assert of_users is not None and of_users.state == 3 * 4 * elements + 2 * 4 and not users.state
     assert memory(lambda ps: torch.optim.Adafactor(ps), rows, foreach=False) is None  # asks for values
+    ours = memory(lambda ps: optim.Adafactor(ps), rows, foreach=False)
+    assert ours is not None and ours.state == 4 * (64 + 64) + 4 * 64 + 2 * 4  # rows and columns, a vector, steps
     torch.optim.lr_scheduler.StepLR(users, 1)  # puts a step of its own on the optimizer
     before = users.param_groups[0]["params"][0].detach().clone()
     users.param_groups[0]["params"][0].grad = torch.ones(2)

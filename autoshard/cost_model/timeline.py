@@ -86,32 +86,59 @@ ALONE = Sharing()
 
 def simulate(program: Program, kernel: Seconds, collective: Seconds, sharing: Sharing = ALONE) -> Timeline:
     """The timeline of a program without its optimizer's step."""
-    now = link = compute = communication = exposed = 0.0
-    flights: dict[int, Span] = {}  # by operation
-    issued: dict[int, int] = {}  # of the piece that a collective gives
-    spans: list[Span] = []
+    walk = _Walk(sharing)
     for i, operation in enumerate(program.operations):
         if operation.name == WAIT:
-            end = max((flights[issued.pop(p)].end for p in operation.reads if p in issued), default=0.0)
-            exposed += max(end - now, 0.0)
-            now = max(now, end)
+            walk.wait(operation.reads)
         elif operation.name.startswith("_c10d_functional"):
-            start, seconds = max(link, now), collective(operation)
-            link = start + seconds
-            communication += seconds
-            issued.update(dict.fromkeys(operation.makes, i))
-            flights[i] = Span(i, "link", start, link)
+            walk.issue(i, operation.makes, collective(operation))
         else:
-            taken, busy = kernel(operation) * (1 + sharing.skew), link - now
-            both = float(sharing.both(taken, busy))
-            flights.update({k: _delayed(f, now, both, sharing) for k, f in flights.items() if sharing.drag and f.end > now})
-            link, end = float(sharing.delayed(link, now, both)), now + float(sharing.slowed(taken, busy))
-            compute += end - now
-            spans.append(Span(i, "compute", now, end))
-            now = end
-    return Timeline(now, compute, communication, exposed, tuple(sorted((*spans, *flights.values()), key=lambda s: s.operation)))
+            walk.run(i, kernel(operation))
+    spans = sorted((*walk.spans, *walk.flights.values()), key=lambda span: span.operation)
+    return Timeline(walk.now, walk.compute, walk.communication, walk.exposed, tuple(spans))
 
 
-def _delayed(flight: Span, now: float, both: float, sharing: Sharing) -> Span:
-    start, end = (float(sharing.delayed(moment, now, both)) for moment in (flight.start, flight.end))
-    return replace(flight, start=start, end=end)
+@dataclass
+class _Walk:
+    """Through a program: what the time is, and until when the link is busy. flights: of collectives, by operation; issued: which
+    of them gives a piece."""
+
+    sharing: Sharing
+    now: float = 0.0
+    link: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    flights: dict[int, Span] = field(default_factory=dict)
+    issued: dict[int, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    def wait(self, pieces: Iterable[int]) -> None:
+        end = max((self.flights[self.issued.pop(p)].end for p in pieces if p in self.issued), default=0.0)
+        self.exposed += max(end - self.now, 0.0)
+        self.now = max(self.now, end)
+
+    def issue(self, at: int, makes: Iterable[int], seconds: float) -> None:
+        start = max(self.link, self.now)
+        self.link = start + seconds
+        self.communication += seconds
+        self.issued.update(dict.fromkeys(makes, at))
+        self.flights[at] = Span(at, "link", start, self.link)
+
+    def run(self, at: int, seconds: float) -> None:
+        start, taken, busy = self.now, seconds * (1 + self.sharing.skew), self.link - self.now
+        both = float(self.sharing.both(taken, busy))
+        if self.sharing.drag:
+            self._delay(both)
+        self.now += float(self.sharing.slowed(taken, busy))
+        self.compute += self.now - start
+        self.spans.append(Span(at, "compute", start, self.now))
+
+    def _delay(self, both: float) -> None:
+        def later(moment: float) -> float:
+            return float(self.sharing.delayed(moment, self.now, both))
+
+        self.link = later(self.link)
+        for at, flight in self.flights.items():
+            if flight.end > self.now:
+                self.flights[at] = replace(flight, start=later(flight.start), end=later(flight.end))

@@ -59,7 +59,7 @@ class Factors:
 
     def sums(self) -> Tensor:
         """What of the first half of the step is a sum over processes: [1 + (columns + 1)], float64."""
-        parts = [self.rows().double().square().sum().reshape(1)]
+        parts = [_square(self.rows())]
         if self.factored and self.across:
             squares = self.gradient().square()
             rows = self._next("row_var", squares.mean(-1, keepdim=True))
@@ -84,10 +84,10 @@ class Factors:
         if self.factored:
             rows, columns = (local(self.state[key]).to(self.precise) for key in ("row_var", "col_var"))
             over = (sums[-1:] / self.parameter.shape[-2]).to(self.precise) if self.across else rows.mean(-2, keepdim=True)
-            variance = rows @ columns / over.clamp(min=eps)
+            variance = (rows @ columns).div_(over.clamp(min=eps))
         else:
-            variance = local(self.state["variance"]).to(self.precise)
-        return self.gradient() * variance.clamp(min=eps * eps).rsqrt()
+            variance = local(self.state["variance"]).to(self.precise, copy=True)
+        return variance.clamp_(min=eps * eps).rsqrt_().mul_(self.gradient())  # type: ignore[no-any-return]
 
     def write(self, sums: Tensor, square: Tensor) -> None:
         """Steps the parameter. square: [1], of the norm of the whole update."""
@@ -96,8 +96,8 @@ class Factors:
         rate = self.state["step"].double().rsqrt().clamp(max=lr).to(rows.device)
         size = (sums[0].sqrt() / count).clamp(min=self.options["eps"][1]) * rate
         size = size / (square[0].sqrt() / (count * self.options["d"])).clamp(min=1.0)
-        kept = self.rows() * (1 - lr * self.options["weight_decay"])
-        rows.copy_(kept - size.to(self.precise) * self.update(sums))
+        step = self.update(sums).mul_(-size.to(self.precise))
+        rows.copy_(step.add_(self.rows(), alpha=1 - lr * self.options["weight_decay"]))
 
     @property
     def _eps(self) -> float:
@@ -127,10 +127,15 @@ def take(optimizer: Optimizer, scale: Tensor | None = None) -> None:
     sums = _over_processes(entries, Factors.sums)
     for entry in entries:
         entry.advance(sums[entry])
-    squares = _over_processes(entries, lambda e: e.update(sums[e]).double().square().sum().reshape(1))
+    squares = _over_processes(entries, lambda e: _square(e.update(sums[e])))
     for entry in entries:
         entry.write(sums[entry], squares[entry])
     torch.autograd.graph.increment_version([e.parameter for e in entries])
+
+
+def _square(values: Tensor) -> Tensor:
+    """[1], of their norm, in float64."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square().reshape(1)
 
 
 def unfit(parameter: Tensor) -> str:

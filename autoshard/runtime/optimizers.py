@@ -52,6 +52,8 @@ def _states_of(optimizer: Optimizer) -> int:
     kind = type(optimizer).__name__.lower()
     if "sgd" in kind:
         return int(any(g.get("momentum", 0) for g in optimizer.param_groups))
+    if kind == "adafactor":
+        return 0  # next to nothing
     if "adam" in kind or "lion" in kind:
         return 1 if "lion" in kind else 2
     return 1 if kind in ("rmsprop", "adagrad") else 2
