@@ -51,8 +51,8 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
     group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
-    serial = _one_by_one() if device.type == "cpu" and has_compiler() else ()
-    where = Group(world.size, world.size // processes.on_this_node())
+    serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
+    where = Group(world.size, -(-world.size // int(_together(min(processes.on_this_node(), world.size)))))
     rows = [*_kernels(device), *serial, *(_collectives(device, where, group) if group else ())]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, dict[float, float]] = {}
@@ -112,7 +112,7 @@ def _skew(compute: Callable[[], float], device: torch.device) -> float:
     number = torch.zeros(1, device=device)
     own, until = [], []
     for _ in range(60):
-        dist.all_reduce(number)
+        _timed(lambda: dist.all_reduce(number), device)
         meeting = _timed(lambda: dist.all_reduce(number), device)
         own.append(compute())
         until.append(own[-1] + _timed(lambda: dist.all_reduce(number), device) - meeting)
@@ -143,7 +143,7 @@ def _timed_batch(runs: Iterator[Run], batch: int, device: torch.device) -> float
     for run in chosen:
         run()
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # not what a collective has of its own
     return (time.perf_counter() - start) / batch
 
 
@@ -151,7 +151,8 @@ def _together(seconds: float) -> float:
     """The slowest process's, so that all of them repeat equally often."""
     if not dist.is_initialized():
         return seconds
-    value = torch.tensor([seconds], dtype=torch.float64)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
@@ -180,7 +181,7 @@ def _kernels(device: torch.device) -> Iterable[Row]:
         yield Row("reduction", 4 * n, _turns(lambda x: x.mean(-1), wide, torch.float32, device))
         yield Row("random", 9 * n, _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
         yield Row("copy", 8 * n, _turns(lambda x: x.t().contiguous(), wide, torch.float32, device))
-        yield Row("lookup", 8 * n, _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1)), wide, torch.float32, device))
+        yield Row("lookup", 8 * n, _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1, device=x.device)), wide, torch.float32, device))
 
 
 def _one_by_one() -> Iterable[Row]:

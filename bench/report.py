@@ -19,8 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference import PARAMETERS  # noqa: E402
 from worker import WARM_UP, Measured  # noqa: E402
 
-TEXT = Path(__file__).parent.parent / "docs" / "performance.md"
+RESULTS = Path(__file__).resolve().parent / "results"
+TEXT = RESULTS.parent.parent / "docs" / "performance.md"
 FP32, PROCESSES = 4, 2  # bytes of a parameter; what takes part in a job
+BLOCKS = 0.75  # of the parameters; the rest need not be gathered twice
 # Of its peer's step, at most: by rate (Mbit/s) and stage. Elsewhere no slower than the best peer of that stage.
 TARGETS = {(1000, "autoshard0", "ddp"): 1 / 1.5, (1000, "autoshard3", "fsdp2"): 1 / 1.8}
 PEERS = {
@@ -96,10 +98,10 @@ class Results:
         return Results(Machine(**value["machine"]), memory, steps, value["skipped"], value["failures"])
 
 
-def travels(name: str) -> int:
-    """How often all parameters go over a link each way in a step, as (n-1)/n of their bytes: gradients twice in an all-reduce, or
-    once and parameters once; where those are gathered again for backward, once more."""
-    return 0 if name == "compute" else 3 if "fsdp2" in name or name.endswith("3") else 2
+def travels(name: str) -> float:
+    """How often all parameters go over a link each way in a step, as (n-1)/n of their bytes, at least: gradients twice in an
+    all-reduce, or once and parameters once; at stage 3 those of the blocks once more for backward."""
+    return 0 if name == "compute" else 2 + BLOCKS if "fsdp2" in name or name.endswith("3") else 2
 
 
 def bound(job: Steps, name: str) -> float | None:
@@ -111,10 +113,12 @@ def bound(job: Steps, name: str) -> float | None:
 
 
 def write(results: Results, folder: Path) -> str:
-    """docs/performance.md and the plot beside the figures; the text."""
+    """The text, and the plot beside the figures: docs/performance.md where these are the published ones."""
     text = markdown(results)
-    TEXT.write_text(text)
-    draw(results, folder / "step_time.png")
+    published = folder.resolve() == RESULTS
+    (TEXT if published else folder / "performance.md").write_text(text)
+    if results.steps:
+        draw(results, folder / "step_time.png")
     return text
 
 
@@ -171,8 +175,8 @@ def _preamble(results: Results) -> str:
         "and its ratios are to those. Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
         "DDP's flat buckets included, plus the most that a step's allocations add. The first step counts "
         "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step can go "
-        "below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, parameters once more "
-        "at stage 3)."
+        "below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of its blocks "
+        "once more at stage 3)."
     )
 
 
@@ -209,13 +213,13 @@ def _row(results: Results, job: Steps, measured: Measured) -> str:
 def _targets(results: Results, jobs: Sequence[Steps]) -> str:
     """What was aimed at, as sentences."""
     lines = []
+    for ours, peers in PEERS.items():
+        lines += [line for peer in peers if (line := _time_target(jobs, ours, peer))]
     for job in jobs:
-        for ours, peers in PEERS.items():
-            lines += [_time_target(job, ours, p, TARGETS.get((job.mbit, ours, p), 1.0)) for p in peers if job.has(ours, p)]
         lines += [_memory_target(results, "autoshard3", p) for p in ("fsdp2", "fsdp2_compiled") if job.has("autoshard3", p)]
         lines += [_bound_target(job, ours) for ours in ("autoshard0", "autoshard3") if job.has(ours, "compute")]
-        if job.has("autoshard_auto"):
-            lines.append(_fastest(job))
+    if any(job.has("autoshard_auto") for job in jobs):
+        lines.append(_fastest(jobs))
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -228,18 +232,36 @@ def _bound_target(job: Steps, ours: str) -> str:
     return f"{ours} takes at most {limit:g} x its bound: {'holds' if ratio <= limit else 'does not hold'} ({ratio:.2f})."
 
 
-def _fastest(job: Steps) -> str:
-    """Of all that train together; those whose middle half of ratios begins below 1 may be as fast."""
-    others = [m.name for m in job.measured if m.name not in ("autoshard_auto", "compute")]
-    faster = [n for n in others if statistics.quantiles(job.ratios("autoshard_auto", n), n=4)[0] > 1]
+def _fastest(jobs: Sequence[Steps]) -> str:
+    """Of those that took turns with it, one is faster if the middle half of ratios begins above 1; of others, if it is by what
+    both are to ddp."""
+    own = next(job for job in jobs if job.has("autoshard_auto"))
+    faster = []
+    for job, measured in _rows(jobs):
+        name = measured.name
+        if name in ("autoshard_auto", "compute"):
+            continue
+        if job is own:
+            slower = statistics.quantiles(own.ratios("autoshard_auto", name), n=4)[0]
+        else:
+            slower = own.ratio("autoshard_auto", "ddp") / job.ratio(name, "ddp")
+        faster += [name] if slower > 1 else []
     return f"autoshard_auto is the fastest, or as fast: {'does not hold (' + ', '.join(faster) + ')' if faster else 'holds'}."
 
 
-def _time_target(job: Steps, ours: str, peer: str, limit: float) -> str:
-    ratio = job.ratio(ours, peer)
-    spread = job.spread(ours, peer)
+def _time_target(jobs: Sequence[Steps], ours: str, peer: str) -> str:
+    """Of two that did not take turns with each other, by what both are to ddp."""
+    limit = TARGETS.get((jobs[0].mbit, ours, peer), 1.0)
+    together = next((job for job in jobs if job.has(ours, peer)), None)
+    if together is not None:
+        ratio, sure = together.ratio(ours, peer), together.spread(ours, peer)
+    else:
+        ratios = [job.ratio(name, "ddp") for name in (ours, peer) for job in jobs if job.has(name, "ddp")]
+        if len(ratios) != 2:
+            return ""
+        ratio, sure = ratios[0] / ratios[1], "in another job, by what both are to ddp"
     verdict = "holds" if ratio <= limit else "does not hold"
-    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.2f}, {spread})."
+    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.2f}, {sure})."
 
 
 def _memory_target(results: Results, ours: str, peer: str) -> str:

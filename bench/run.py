@@ -1,8 +1,8 @@
-"""Compares autoshard with DDP, FSDP2 and DeepSpeed on this machine; writes bench/results/step_time.{json,md}.
+"""Compares autoshard with DDP, FSDP2 and DeepSpeed on this machine; writes docs/performance.md and bench/results/step_time.{json,png}.
 
     python bench/run.py [--quick] [--only ddp,fsdp2,autoshard0,autoshard3]
 
-Two hosts of one process and one thread each, first with unlimited links, then with links of 1000 Mbit/s.
+Two hosts of one process and one thread each, first with unlimited links, then with links of 1000 and of 200 Mbit/s.
 Without the right to make network namespaces only the unlimited half runs, on the loopback. Exits with 1 if a
 contender failed or did not train the same thing as DDP.
 """

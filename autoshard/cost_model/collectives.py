@@ -73,10 +73,10 @@ def measured(device: Device, group: Group) -> Device:
         rest = least - (group.size - 1) * latency
         return replace(device, message=rest, inside=replace(device.inside, bandwidth=rate, latency=latency))
     rest = max(least - (group.size - group.nodes) * device.inside.latency, 0.0)
-    latency = min(device.across.latency, rest / (group.nodes - 1))
+    message = min(device.message, rest)  # which groups inside a node pay too
     rings = group.per_node if device.inside.scatters else 1
-    across = replace(device.across, bandwidth=rate / rings, latency=latency)
-    return replace(device, message=rest - (group.nodes - 1) * latency, across=across)
+    across = replace(device.across, bandwidth=rate / rings, latency=(rest - message) / (group.nodes - 1))
+    return replace(device, message=message, across=across)
 
 
 def ring(collective: str, payload: int, group: Group, device: Device) -> float:

@@ -60,8 +60,8 @@ class Device:
         _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
         _in_range("launch", self.launch, 0, 1, "seconds")
         _in_range("message", self.message, 0, 1, "seconds")
-        _in_range("interference", self.interference, 0, 0.99, "seconds a second")
-        _in_range("drag", self.drag, 0, 0.99, "seconds a second")
+        _in_range("interference", self.interference, 0, 10, "seconds a second")
+        _in_range("drag", self.drag, 0, 10, "seconds a second")
         _in_range("skew", self.skew, 0, 10, "seconds a second")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")

@@ -53,6 +53,9 @@ def land(program: Program, line: Timeline) -> None:
             piece.last = min(piece.last, max(beside, default=piece.made))
 
 
+MOST = 0.9  # of a second; what was measured where nothing else was left would never end
+
+
 @dataclass(frozen=True)
 class Sharing:
     """What compute and the link lose of each second in which both are at work, both below 1; and what compute loses to waiting
@@ -65,8 +68,9 @@ class Sharing:
     @staticmethod
     def on(device: Device, groups: Iterable[Group]) -> Sharing:
         """Of a job with these groups of processes; one process waits for nobody."""
-        together = any(group.size > 1 for group in groups)
-        return Sharing(device.interference, device.drag, device.skew) if together else ALONE
+        if all(group.size == 1 for group in groups):
+            return ALONE
+        return Sharing(min(device.interference, MOST), min(device.drag, MOST), device.skew)
 
     def both(self, taken: Amount, busy: Amount) -> Amount:
         """Seconds in which both are: compute takes `taken` alone, and the link is busy for `busy` more if it is left alone."""

@@ -47,7 +47,7 @@ _REDUCTIONS = _names("""
     native_group_norm_backward sum_rows
 """)
 _DRAWN = _names("inductor_random inductor_randint rand rand_like randn randn_like")  # of which code is generated
-_RANDOM = _DRAWN | _names("native_dropout bernoulli bernoulli_ randint multinomial")
+_RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
     scalar_tensor slice_scatter slice_backward select_backward stack pack_shards unpack_full pack_grads
@@ -89,7 +89,7 @@ def work_of(operation: Operation) -> Work:
         return Work(kind, 0, read, written, hard, _dtype(node), serial)
     read = _sum(bytes_of(t) for t in _given(node))
     written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
-    return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node))
+    return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node), _drawn(node) + operation.masks)
 
 
 def kind_of(node: Node) -> Kind:
@@ -108,7 +108,8 @@ def kind_of(node: Node) -> Kind:
     for kind, names in (("reduction", _REDUCTIONS), ("lookup", _LOOKUPS), ("copy", _COPIES), ("random", _RANDOM)):
         if name in names:
             return kind  # type: ignore[return-value]
-    return "pointwise" if Tag.pointwise in getattr(node.target, "tags", ()) or name in _HARD else "other"
+    alike = Tag.pointwise in getattr(node.target, "tags", ()) or name in _HARD or name in _DRAWN
+    return "pointwise" if alike else "other"
 
 
 def flops_of(node: Node) -> Size:

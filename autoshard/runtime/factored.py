@@ -101,6 +101,7 @@ class Factors:
 
     @property
     def _eps(self) -> float:
+        """By each parameter's own dtype; torch takes the first one's of a group for all."""
         eps = self.options["eps"][0]
         return float(torch.finfo(self.parameter.dtype).eps if eps is None else eps)
 
@@ -120,7 +121,7 @@ def take(optimizer: Optimizer, scale: Tensor | None = None) -> None:
         Factors(p, group, _state_of(optimizer, p), scale)
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.grad is not None
+        if p.grad is not None and not _elsewhere(p)
     ]
     for entry in entries:
         entry.state["step"] += 1
@@ -136,6 +137,11 @@ def take(optimizer: Optimizer, scale: Tensor | None = None) -> None:
 def _square(values: Tensor) -> Tensor:
     """[1], of their norm, in float64."""
     return torch.linalg.vector_norm(values, dtype=torch.float64).square().reshape(1)
+
+
+def _elsewhere(parameter: Tensor) -> bool:
+    """Whether it is on processes that this one is not among."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
 
 
 def unfit(parameter: Tensor) -> str:

@@ -53,7 +53,7 @@ def _states_of(optimizer: Optimizer) -> int:
     if "sgd" in kind:
         return int(any(g.get("momentum", 0) for g in optimizer.param_groups))
     if kind == "adafactor":
-        return 0  # next to nothing
+        return int(any(p.ndim > 2 for g in optimizer.param_groups for p in g["params"]))  # of matrices next to nothing
     if "adam" in kind or "lion" in kind:
         return 1 if "lion" in kind else 2
     return 1 if kind in ("rmsprop", "adagrad") else 2
