@@ -56,7 +56,8 @@ class Config:
     fuse_optimizer: "auto" (torch.optim's Adam, AdamW and SGD step all their parameters at once, unless they were told how), or
         False.
     buffers: "broadcast" (after each change rank 0's are everyone's, as DDP) or "local".
-    replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000.
+    replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000, or 0 where a
+        GradScaler is there at the first call.
     plan: a Plan, or a file of one: use this and decide nothing.
     passes: a text spec of the rewrite pipeline, such as "merge_unshards,bucket{mb=25},lower".
     disable_passes: names of passes to leave out.

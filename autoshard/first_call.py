@@ -33,7 +33,7 @@ from autoshard.passes.graphs import UNSHARD, is_call
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
-from autoshard.runtime import optimizers, processes
+from autoshard.runtime import optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.presence import Patience
@@ -149,6 +149,7 @@ class FirstCall:
             "parameters": {p.name: [list(p.shape), p.dtype, p.trained] for p in inventory.parameters},
             "graph": [p.name for p in inventory.parameters if p.used],
             "optimizers": [optimizers.describe(o, names) for o in self.optimizers],
+            "scaler": scaler.is_there(),
             "_free": free_memory(device_of(self.model)),
         }
 
@@ -164,7 +165,10 @@ class FirstCall:
         )
         forecast = self._forecaster(where) if self._chooses() else None
         fit = forecast.fit if forecast else None
-        plan = self._of_family(make_plan(inventory, self.config, where, forecast or _as_it_is, fit))
+        config = self.config
+        if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
+            config = replace(config, replicate_below=0)
+        plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit))
         return replace(plan, regions=plan.regions or self.graph.traced_once)
 
     def _chooses(self) -> bool:

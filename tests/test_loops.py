@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.errors import UnsupportedError
 from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, whole
@@ -243,6 +244,40 @@ def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
             finish(plain, reference)
     see_state(distance, model, plain)
     return distance, scales, skipped
+
+
+def scaled_late(kind: str) -> tuple[list[bool], float, str]:
+    """(what was left as it was, the scale, what was refused): by default small parameters stay whole, and the first of all is."""
+    torch.manual_seed(0)
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if kind != "late" else None
+    below: Any = "auto" if kind != "late" else 10
+    compiled = torch.compile(model, backend=autoshard.backend(config(3, replicate_below=below)))
+    compiled(inputs_of(1)[0, dist.get_rank()])
+    parameters = sorted(model.parameters(), key=lambda p: p.numel())
+    make = autoshard.optim.Adafactor if kind == "Adafactor" else optim.RMSprop if kind == "late" else getattr(optim, kind)
+    optimizer = make(parameters, lr=1e-2)
+    scaler = scaler or torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(compiled(inputs_of(1)[0, dist.get_rank()])).backward()
+    if dist.get_rank() == 1 and kind != "late":
+        model.up.weight.grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr, operator]
+    before = [whole(p).detach().clone() for p in parameters]
+    try:
+        scaler.step(optimizer)
+    except UnsupportedError as error:
+        return [], 0.0, str(error)
+    scaler.update()
+    return [torch.equal(b, whole(p)) for b, p in zip(before, parameters)], scaler.get_scale(), ""
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", in_full("AdamW"), in_full("RMSprop")])
+def test_an_infinite_gradient_is_seen_where_the_first_is_small(two: Cluster, kind: str) -> None:
+    for same, scale, _ in two.run(scaled_late, kind):
+        assert all(same) and scale == 512.0
+
+
+def test_a_scaler_that_comes_late_is_refused(two: Cluster) -> None:
+    assert all("Make the GradScaler before the model's first call" in text for *_, text in two.run(scaled_late, "late"))
 
 
 @pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])

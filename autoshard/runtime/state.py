@@ -22,7 +22,7 @@ from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.family import members_of
 from autoshard.inventory import names_of
 from autoshard.plan import Plan
-from autoshard.runtime import fused_step, local_step
+from autoshard.runtime import fused_step, local_step, scaler
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.lockstep import Lockstep
@@ -165,6 +165,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         )
     sharded = any(state.plan.sharded for state in states)
     if sharded:
+        scaler.check(optimizer, stepped)
         scatter_loaded(optimizer)
     how = _step(optimizer, closure, sharded, any(state.fuses for state in states))
     for state in states:

@@ -1,0 +1,48 @@
+"""torch's GradScaler over gradients of which some are rows and some whole.
+
+[Note: Infinite gradients] GradScaler looks at all gradients of a device and dtype in one operation, and DTensor then combines what
+processes found by how the first of them lies (seen on 2.11 and 2.13). Where that one is whole on every process nothing is
+combined: a process whose rows have an infinite gradient skips the step, the others take it, without a word. So where a
+GradScaler is there at the first call no parameter stays whole, and before steps it is seen to that rows come first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoshard.errors import UnsupportedError
+from autoshard.heap import alive
+
+_scaled: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # those that stepped
+
+
+def is_there() -> bool:
+    """Whether this process has a GradScaler that scales."""
+    return any(scaler.is_enabled() for scaler in alive(GradScaler))
+
+
+def check(optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    """Refuses a step whose infinite gradients processes would not agree on."""
+    if optimizer not in _scaled:
+        _scaled[optimizer] = is_there()
+    if not _scaled[optimizer]:
+        return
+    first: dict[object, Tensor] = {}
+    for grad in (p.grad for p in stepped if isinstance(p.grad, DTensor)):
+        before = first.setdefault((grad.device, grad.dtype), grad)
+        if _is_whole(before) and not _is_whole(grad):
+            raise UnsupportedError(
+                f"GradScaler would not see infinite gradients of other processes: a gradient of shape {tuple(before.shape)}, whole on "
+                "every process, comes before sharded ones. Make the GradScaler before the model's first call, or say "
+                "Config(replicate_below=0); a parameter without dimensions goes behind others in the optimizer"
+            )
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements)
