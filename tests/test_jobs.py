@@ -19,6 +19,7 @@ def _steps(steps: int = 3, options: str = "") -> str:
     return STEP.format(steps=steps, options=options)
 
 
+@pytest.mark.full
 def test_a_finished_job_exits_with_0() -> None:
     for ended in launch(2, _steps()):
         assert ended.code == 0, ended.output
