@@ -24,7 +24,7 @@ from autoshard.codegen import has_compiler
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
-from autoshard.cost_model.timeline import Sharing
+from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.runtime import processes
 from autoshard.runtime.presence import Patience
 
@@ -102,7 +102,7 @@ def _beside(
         flying = start()
         both = compute()
         found.append((1 - computing / both, 1 - max(alone - wait(flying), 0.0) / both))
-    interference, drag = (min(max(_together(statistics.median(lost)), 0.0), 0.9) for lost in zip(*found))
+    interference, drag = (min(max(_together(statistics.median(lost)), 0.0), MOST) for lost in zip(*found))
     return interference, drag
 
 

@@ -149,7 +149,7 @@ class FirstCall:
             "parameters": {p.name: [list(p.shape), p.dtype, p.trained] for p in inventory.parameters},
             "graph": [p.name for p in inventory.parameters if p.used],
             "optimizers": [optimizers.describe(o, names) for o in self.optimizers],
-            "scaler": scaler.is_there(),
+            "scaler": self.world.size > 1 and scaler.is_there(),
             "_free": free_memory(device_of(self.model)),
         }
 

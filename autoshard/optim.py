@@ -48,10 +48,7 @@ class _Fused(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         if reason := fused_step.take(self, self.family, self._gradients):
             raise UnsupportedError(f"autoshard.optim.{type(self).__name__} cannot step {reason}; torch.optim's may")
         return loss
@@ -69,6 +66,13 @@ class _Fused(Optimizer):
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
         fused_step.forget(self)
+
+
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _checked(max_norm: float | None) -> float | None:
@@ -238,10 +242,7 @@ class Adafactor(optim.Adafactor):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         stepped = fused_step.stepped_by(self)
         if reason := next((r for p in stepped if (r := factored.unfit(p))), ""):
             raise UnsupportedError(f"autoshard.optim.Adafactor cannot step {reason}")

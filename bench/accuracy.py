@@ -5,7 +5,7 @@
 Each configuration is measured in fresh processes of one thread. Predictions are made beforehand, from the model on the
 meta device and from `autoshard calibrate` of as many processes, over the same links. On four processes only memory is
 compared: four on two cores measure little. Machines like this one are faster and slower by turns, so a probe, one row of what
-`calibrate` measured, is repeated between the steps, and what it says of the machine is divided out of the step's time.
+`calibrate` measured, is repeated between the steps, and the error without what it says of the machine stands beside the error.
 """
 
 from __future__ import annotations

@@ -55,3 +55,17 @@ def compiled_pair(config: autoshard.Config, build: Callable[[], nn.Module] | Non
 def inputs_of(steps: int) -> Tensor:
     """[step, rank, batch, feature]"""
     return torch.randn(steps, dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(3))
+
+
+def backward_beside(compiled: Any, plain: nn.Module, inputs: Tensor) -> None:
+    """Of what this process is given through one, of the mean over all processes through the other. inputs: [rank, ...]"""
+    compiled(inputs[dist.get_rank()]).backward()
+    for x in inputs:
+        (plain(x) / len(inputs)).backward()
+
+
+def step_each(*optimizers: torch.optim.Optimizer) -> None:
+    """The end of a step."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

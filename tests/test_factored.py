@@ -22,7 +22,7 @@ import autoshard
 from autoshard.errors import ConfigError, UnsupportedError
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
-from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 
 SHAPES = ((), (5,), (7, 3), (1, 6), (6, 1), (2, 3, 4), (3, 1, 2, 5), (9, 8))
 
@@ -125,16 +125,11 @@ def trained(zero: int, begun: bool) -> Distance:
     if begun:
         for m, o in ((model, optimizer), (plain, reference)):
             m(inputs_of(1)[0, 0]).backward()
-            o.step()
-            o.zero_grad()
+            step_each(o)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     for inputs in inputs_of(4):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
     see_state(distance, model, plain)
     whole = autoshard.state_dict(optimizer)
     for kept, expected in zip(whole.get("state", {}).values(), reference.state_dict()["state"].values()):
@@ -170,12 +165,8 @@ def resumed() -> Distance:
             own = optimizer.state_dict()
             optimizer = autoshard.optim.Adafactor(model.parameters())
             optimizer.load_state_dict(own)
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
     distance = Distance()
     see_state(distance, model, plain)
     return distance

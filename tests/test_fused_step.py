@@ -17,7 +17,7 @@ from autoshard.runtime import fused_step
 from autoshard.runtime.norm import norm_of
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 
 ALONE = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(3))  # [step, batch, feature], for one process
 LIMIT = 0.05  # of the gradients' norm, so that every step is clipped
@@ -47,13 +47,9 @@ def clipped(name: str, zero: int, below: int) -> tuple[Distance, bool]:
     schedules = [optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, reference)]
     distance = Distance()
     for inputs in inputs_of(5):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
+        backward_beside(compiled, plain, inputs)
         norm = nn.utils.clip_grad_norm_(plain.parameters(), LIMIT)
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        step_each(optimizer, reference)
         for schedule in schedules:
             schedule.step()
         distance.see("norm", optimizer.norm, norm)
@@ -256,7 +252,7 @@ def stepped_beside(change: Any, **options: Any) -> float:
             if step == 3:
                 model.weight.grad = model.weight.grad.transpose(2, 3)
             optimizer.step()
-    return max(float((a - b).abs().max()) for a, b in zip(models[0].parameters(), models[1].parameters()))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(models[0].parameters(), models[1].parameters()))
 
 
 CHANGES: dict[str, Any] = {

@@ -17,7 +17,16 @@ from autoshard.errors import UnsupportedError
 from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, whole
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of, what_is_said
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    what_is_said,
+)
 
 Models = list[Any]
 
@@ -149,14 +158,12 @@ def hooks(zero: int) -> Distance:
     model, plain, compiled = compiled_pair(config(zero))
     compiled(inputs_of(1)[0, dist.get_rank()]).backward()
     model.zero_grad()
-    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    distance = Distance()
     model.up.weight.register_hook(lambda g: g * 2)
     seen = []
     model.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad)))
     for inputs in inputs_of(3):
-        compiled(inputs[rank]).backward()
-        for x in inputs:
-            (plain(x) / world).backward()
+        backward_beside(compiled, plain, inputs)
         plain.up.weight.grad.mul_(2)
         see_gradients(distance, model, plain)
         distance.see("gradient", seen[-1], plain.down.weight.grad)
@@ -178,12 +185,10 @@ def average(zero: int, wrapped: bool) -> Distance:
     """An EMA that starts after the first call, and evaluates whole and compiled."""
     model, plain, compiled = compiled_pair(config(zero))
     optimizer, reference = (optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
-    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    distance = Distance()
     averages: Any = None
     for inputs in inputs_of(4):
-        compiled(inputs[rank]).backward()
-        for x in inputs:
-            (plain(x) / world).backward()
+        backward_beside(compiled, plain, inputs)
         finish(model, optimizer)
         finish(plain, reference)
         if averages is None:
@@ -334,15 +339,13 @@ def test_a_graph_that_is_kept_is_right_again(two: Cluster, zero: int) -> None:
 def cast_after(zero: int) -> tuple[Distance, set[torch.dtype]]:
     """model.to(dtype) after the first step."""
     model, plain, compiled = compiled_pair(config(zero))
-    distance, world = Distance(), dist.get_world_size()
+    distance = Distance()
     for step, inputs in enumerate(inputs_of(3)):
         if step == 1:
             model.to(torch.float64)
             plain.to(torch.float64)
         inputs = inputs.to(plain.up.weight.dtype)
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / world).backward()
+        backward_beside(compiled, plain, inputs)
         see_gradients(distance, model, plain)
         model.zero_grad()
         plain.zero_grad()
@@ -421,11 +424,9 @@ def block_by_block(zero: int, depth: int, shared: bool, forgotten: int = 0) -> t
     for block in list(model.blocks)[: depth + 1 - forgotten]:
         block.compile(backend=backend if shared else autoshard.backend(config(zero)))
     optimizer, reference = (optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (model, plain))
-    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    distance = Distance()
     for inputs in inputs_of(4):
-        model(inputs[rank]).backward()
-        for x in inputs:
-            (plain(x) / world).backward()
+        backward_beside(model, plain, inputs)
         see_gradients(distance, model, plain)
         distance.see("norm", clipped_step(model, optimizer), clipped_step(plain, reference))
     see_state(distance, model, plain)

@@ -14,7 +14,7 @@ from autoshard.errors import UnsupportedError
 from autoshard.runtime.local_step import can_step_locally
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 
 
 class Damped(optim.Optimizer):
@@ -90,15 +90,11 @@ def train(name: str, early: bool, zero: int) -> tuple[Distance, bool, set[str]]:
     reference = make(plain.parameters())
     distance, schedules = Distance(), []
     for step, inputs in enumerate(inputs_of(5)):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
+        backward_beside(compiled, plain, inputs)
         optimizer = optimizer or make(model.parameters())
         if step == 0:
             schedules = [optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, reference)]
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        step_each(optimizer, reference)
         for schedule in schedules:
             schedule.step()
     see_state(distance, model, plain)
@@ -124,9 +120,7 @@ def train_parts(zero: int) -> Distance:
     model, plain, compiled = compiled_pair(config(zero))
     pairs = [[optim.SGD(m.up.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]]
     for step, inputs in enumerate(inputs_of(4)):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
+        backward_beside(compiled, plain, inputs)
         if step == 1:
             pairs.append([optim.AdamW(m.down.parameters(), lr=0.01) for m in (model, plain)])
         for pair in pairs:
@@ -160,17 +154,12 @@ def continue_training(name: str, zero: int) -> Distance:
     for x in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)):
         for m, o in ((model, optimizer), (plain, reference)):
             m(x).backward()
-            o.step()
-            o.zero_grad()
+            step_each(o)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     distance = Distance()
     for inputs in inputs_of(4):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
     see_state(distance, model, plain)
     return distance
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autoshard
 from tests.cluster import Cluster
 from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, sgd
-from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of, what_is_said
+from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, what_is_said
 
 
 class Masked(nn.Module):
@@ -35,11 +35,9 @@ def in_pieces(zero: int) -> tuple[Distance, float]:
     plain = rank0_copy(model)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
-    distance, rank = Distance(), dist.get_rank()
+    distance = Distance()
     for inputs in torch.randn(4, dist.get_world_size(), 2, 6, 8, generator=torch.Generator().manual_seed(5)):
-        compiled(inputs[rank]).backward()
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
+        backward_beside(compiled, plain, inputs)
         see_gradients(distance, model, plain)
         distance.see("norm", clipped_step(model, optimizer), clipped_step(plain, reference))
     see_state(distance, model, plain)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
@@ -23,6 +23,14 @@ def local(value: Any) -> Any:
 def dtensor_of(part: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of the shape and stride of `whole`, of which `part` is this process's. Nothing communicates."""
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def over_processes(part: Tensor, tensor: Tensor) -> Tensor:
+    """The sum of what processes have found of their rows of `tensor`; where it is whole everywhere all have found the same."""
+    if not isinstance(tensor, DTensor):
+        return part
+    lying = [Replicate() if placement.is_replicate() else Partial() for placement in tensor.placements]
+    return DTensor.from_local(part, tensor.device_mesh, lying, run_check=False).full_tensor()
 
 
 def taking_rows(run: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from autoshard.runtime.dtensors import dtensor_of, local
+from autoshard.runtime.dtensors import dtensor_of, local, over_processes
 
 
 @dataclass(eq=False)
@@ -163,10 +163,7 @@ def _over_processes(entries: Sequence[Factors], part: Callable[[Factors], Tensor
     found: dict[Factors, Tensor] = {}
     for together in alike.values():
         parts = [part(entry) for entry in together]
-        total, first = torch.cat(parts), together[0].parameter
-        if isinstance(first, DTensor):
-            lying = [Replicate() if p.is_replicate() else Partial() for p in first.placements]
-            total = DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
+        total = over_processes(torch.cat(parts), together[0].parameter)
         found.update(zip(together, total.split([p.numel() for p in parts])))
     return found
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from autoshard import torch_internals
-from autoshard.runtime.dtensors import local
+from autoshard.runtime.dtensors import local, over_processes
 
 
 @torch.no_grad()
@@ -31,8 +31,4 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
 def _square(alike: list[Tensor]) -> Tensor:
     """The square of the norm of tensors that lie the same way."""
     norms = torch_internals.norm_of_each([local(tensor) for tensor in alike])
-    first, square = alike[0], torch.stack(norms).double().square().sum()
-    if not isinstance(first, DTensor):
-        return square
-    parts = [Replicate() if placement.is_replicate() else Partial() for placement in first.placements]
-    return DTensor.from_local(square, first.device_mesh, parts, run_check=False).full_tensor()
+    return over_processes(torch.stack(norms).double().square().sum(), alike[0])

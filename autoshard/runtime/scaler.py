@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -33,7 +33,7 @@ def check(optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
         _scaled[optimizer] = is_there()
     if not _scaled[optimizer]:
         return
-    first: dict[object, Tensor] = {}
+    first: dict[object, DTensor] = {}
     for grad in (p.grad for p in stepped if isinstance(p.grad, DTensor)):
         before = first.setdefault((grad.device, grad.dtype), grad)
         if _is_whole(before) and not _is_whole(grad):
@@ -44,5 +44,5 @@ def check(optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
             )
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements)
+def _is_whole(tensor: DTensor) -> bool:
+    return all(p.is_replicate() for p in tensor.placements)
