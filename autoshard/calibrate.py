@@ -30,6 +30,7 @@ from autoshard.runtime.presence import Patience
 
 PASSES = 3
 SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
+IN_A_ROW = 3  # collectives
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
 Run = Callable[[], object]
 Shapes = Sequence[tuple[int, ...]]
@@ -243,9 +244,10 @@ def _training(
 
 
 def _collectives(device: torch.device, where: Group, group: str) -> Iterable[Row]:
-    """Each collective over sizes of the whole tensor, in bytes."""
+    """Each collective over sizes of the whole tensor, in bytes; several in a row, as in a step, where the next is there when one is
+    through."""
     size = where.size
-    for n in (2**10, 2**14, 2**17, 2**20, 2**22):
+    for n in (2**10, 2**14, 2**16, 2**17, 2**18, 2**20, 2**21):
         whole, rows, each = torch.zeros(n * size, device=device), torch.zeros(n, device=device), [n] * size
         calls: dict[str, Callable[[], Tensor]] = {
             "all_gather": lambda rows=rows: _functional.all_gather_into_tensor(rows, size, group),  # type: ignore[misc]
@@ -254,7 +256,12 @@ def _collectives(device: torch.device, where: Group, group: str) -> Iterable[Row
             "all_reduce": lambda whole=whole: _functional.all_reduce(whole, "sum", group),  # type: ignore[misc]
         }
         for name, call in calls.items():
-            yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _functional.wait_tensor(call())))  # type: ignore[misc]
+            yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _in_a_row(call)), IN_A_ROW)  # type: ignore[misc]
+
+
+def _in_a_row(call: Callable[[], Tensor]) -> None:
+    for flying in [call() for _ in range(IN_A_ROW)]:
+        _functional.wait_tensor(flying)
 
 
 def _device(device: torch.device, tables: dict[str, Table]) -> Device:

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_or_own
 from autoshard.errors import ConfigError
-from autoshard.plan import OPTIMIZER_STATES, POLICIES, Plan
+from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "triton", "eager")
 MESH_AXES = ("replicate", "shard")
-_DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "buffers", "replicate_below")
+_DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "compression", "buffers", "replicate_below")
 
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
@@ -48,6 +48,8 @@ class Config:
         memory_budget in the least time.
     precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
+    compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
+        change: each process's gradients are rounded, and once more the mean of those that are whole on several processes.
     codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
         stand together are one kernel each).
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of
@@ -73,6 +75,7 @@ class Config:
     memory_budget: int | float | str | None = None
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     precision: str | MixedPrecisionPolicy | None = None
+    compression: Literal["bf16", "fp16"] | None = None
     codegen: Literal["inductor", "triton", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
     optimizer: str = "adamw"
@@ -90,6 +93,7 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("zero", self.zero, ("auto", 0, 1, 2, 3))
         _one_of("recompute", self.recompute, ("auto", *POLICIES))
+        _one_of("compression", self.compression, (None, *COMPRESSIONS))
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))

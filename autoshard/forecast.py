@@ -188,7 +188,8 @@ def _step(program: Program, curve: Curve, took: StepTime) -> Step:
 
 def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
-    return tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
+    groups = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
+    return (*groups, plan.compression, plan.message)
 
 
 def _regathered(plan: Plan) -> Key:

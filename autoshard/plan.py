@@ -14,6 +14,7 @@ from autoshard.errors import PlanError
 
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
+COMPRESSIONS = ("bf16", "fp16")
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -135,6 +136,8 @@ class Plan:
     axes: the mesh, outermost first; the gradient is the mean over all of it.
     groups: in the order of first use, which is that of the gathers in forward, and reversed that of the reductions.
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
+    compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
+    message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
     regions: blocks that repeat can be traced once for all of them.
@@ -146,6 +149,8 @@ class Plan:
     groups: tuple[ParameterGroup, ...]
     compute: str = ""
     reduce: str = ""
+    compression: str = ""
+    message: int = 0
     buffers: str = "broadcast"
     recompute: tuple[tuple[str, str], ...] = ()
     regions: bool = False
@@ -154,6 +159,10 @@ class Plan:
     why: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        if self.compression not in ("", *COMPRESSIONS):
+            raise PlanError(f"plan: compression: {self.compression!r} is not legal; legal: '', {', '.join(COMPRESSIONS)}")
+        if isinstance(self.message, bool) or not isinstance(self.message, int) or self.message < 0:
+            raise PlanError(f"plan: message: {self.message!r} is not legal; legal: bytes, 0 or more")
         size = math.prod(n for _, n in self.axes)
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
@@ -274,6 +283,8 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         ),
         compute=data.get("compute", ""),
         reduce=data.get("reduce", ""),
+        compression=data.get("compression", ""),
+        message=data.get("message", 0),
         buffers=data.get("buffers", "broadcast"),
         recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),
         regions=data.get("regions", False),

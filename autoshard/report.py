@@ -98,6 +98,7 @@ def _headline(plan: Plan) -> str:
     if plan.leaves_alone:
         stage = "one process, left alone"
     precision = f", {plan.compute} compute" if plan.compute else ""
+    precision += f", gradients in {plan.compression}" if plan.compression else ""
     return f"Plan {plan.hash}: {counted(plan.world, 'process', 'processes')} ({axes}), {stage}{precision}"
 
 

@@ -138,7 +138,7 @@ def measure(case: Case, scratch: Path) -> dict[str, float]:
     """The same, measured in processes of its own."""
     out = scratch / "measured.json"
     worker = [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(out)]
-    _launch(worker, (case.world, case.mbit), scratch)
+    launch(worker, (case.world, case.mbit), scratch)
     found: dict[str, float] = json.loads(out.read_text())
     return found
 
@@ -148,12 +148,12 @@ def calibrated(scratch: Path, wanted: Iterable[Links]) -> dict[Links, Cluster]:
     found = {}
     for links in wanted:
         out = scratch / f"cluster{links}.yaml"
-        _launch(["-m", "autoshard", "calibrate", "--out", str(out)], links, scratch)
+        launch(["-m", "autoshard", "calibrate", "--out", str(out)], links, scratch)
         found[links] = Cluster.load(out)
     return found
 
 
-def _launch(program: Sequence[str], links: Links, scratch: Path) -> None:
+def launch(program: Sequence[str], links: Links, scratch: Path) -> None:
     """Runs a program of Python, one process a host where links are limited."""
     world, mbit = links
     environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     size = draw(st.integers(1, 5))
     owners = draw(st.lists(st.integers(0, size - 1), unique=True).map(tuple))
     replicas, reduction = draw(st.sampled_from(["", "7"])), draw(st.sampled_from(REDUCTIONS))
-    return Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction)
+    compress = draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
+    return Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction, compress, draw(st.integers(0, 99)))
 
 
 @given(layouts())
@@ -36,48 +39,75 @@ def _rows(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 _shapes = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
 
 
-@given(layouts(), _shapes)
-def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> None:
-    layout = Layout("0", layout.size, layout.owners, "", layout.size)
+_messages = st.integers(0, 40)  # bytes
+
+
+def _plain(layout: Layout, message: int) -> Layout:
+    """The same processes, and nothing that changes numbers."""
+    return Layout("0", layout.size, layout.owners, "", layout.size, message=message)
+
+
+def _as_gathered(sent: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Of each message what all processes sent, one after the other."""
+    return [torch.cat(parts) for parts in zip(*sent)]
+
+
+@given(layouts(), _shapes, _messages)
+def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple[int, int], ...], message: int) -> None:
+    layout = _plain(layout, message)
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
     sent = [wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(layout.size)]
-    for ours, theirs in zip(wire.unpack_full(torch.cat(sent), shapes, layout), full):
+    for ours, theirs in zip(wire.unpack_full(_as_gathered(sent), shapes, layout), full):
         assert torch.equal(ours, theirs)
 
 
-@given(layouts(), _shapes)
+@given(layouts(), _shapes, _messages)
 def test_a_reduction_gives_each_process_its_rows_of_the_mean(
-    layout: Layout, shapes: tuple[tuple[int, int], ...]
+    layout: Layout, shapes: tuple[tuple[int, int], ...], message: int
 ) -> None:
-    layout = Layout("0", layout.size, layout.owners, "", layout.size)
+    layout = _plain(layout, message)
     grads = [[torch.randn(s) for s in shapes] for _ in range(layout.size)]
-    sent = [wire.pack_grads(g, layout).chunk(layout.size) for g in grads]
+    sent = [[flat.chunk(layout.size) for flat in wire.pack_grads(g, layout)] for g in grads]
     mean = [torch.stack(gs).sum(0) / layout.size for gs in zip(*grads)]
     wanted = [_rows(m, layout) for m in mean]
     for rank in range(layout.size):
         shards = [tuple(w[rank].shape) for w in wanted]
-        brought = torch.cat([rows[rank] for rows in sent])
+        brought = _as_gathered([[rows[rank] for rows in one] for one in sent])
         flat = wire.sum_rows(brought, layout.size, torch.float32)
         got = wire.unpack_shards(flat, shards, shapes, torch.float32, layout)
         for ours, theirs in zip(got, wanted):
             torch.testing.assert_close(ours, theirs[rank])
 
 
-@given(layouts(), _shapes, st.sampled_from([torch.float32, torch.float16]))
-def test_what_graphs_do_is_what_the_wire_says(layout: Layout, shapes: tuple[tuple[int, int], ...], own: torch.dtype) -> None:
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5).map(tuple), st.integers(0, 12))
+def test_messages_carry_all_elements_once_and_no_more_than_may_be(sizes: tuple[int, ...], most: int) -> None:
+    pieces = wire.cut(sizes, most)
+    carried = [(i, at) for piece in pieces for i, begin, end in piece for at in range(begin, end)]
+    assert carried == [(i, at) for i, size in enumerate(sizes) for at in range(size)]
+    lengths = [sum(wire.lengths(piece)) for piece in pieces]
+    assert not most or max(lengths) <= most
+    assert lengths[:-1] == [lengths[0]] * (len(lengths) - 1)
+
+
+@given(layouts(), _shapes, _messages, st.sampled_from([torch.float32, torch.float16]))
+def test_what_graphs_do_is_what_the_wire_says(
+    layout: Layout, shapes: tuple[tuple[int, int], ...], message: int, own: torch.dtype
+) -> None:
     """Operators or views: the same numbers, and what a trace is told of them."""
+    layout = replace(layout, message=message)
     full = [torch.randn(s).to(own) for s in shapes]
     rows = [_rows(f, layout)[0] for f in full]
     with FakeTensorMode(allow_non_fake_inputs=True):
         told = packing.pack_shards(rows, shapes, layout), packing.pack_grads(full, layout)
         told_sum = packing.sum_rows(told[1], layout.size, own)
-        told_full = packing.unpack_full(torch.cat([told[0]] * layout.size), shapes, layout)
+        told_full = packing.unpack_full(_as_gathered([told[0]] * layout.size), shapes, layout)
     sent, reduced = packing.pack_shards(rows, shapes, layout), packing.pack_grads(full, layout)
-    assert torch.equal(sent, wire.pack_shards(rows, shapes, layout)) and torch.equal(reduced, wire.pack_grads(full, layout))
-    gathered = torch.cat([sent] * layout.size)
+    assert all(map(torch.equal, sent, wire.pack_shards(rows, shapes, layout)))
+    assert all(map(torch.equal, reduced, wire.pack_grads(full, layout)))
+    gathered = _as_gathered([sent] * layout.size)
     whole, by_wire = (f(gathered, shapes, layout) for f in (packing.unpack_full, wire.unpack_full))
     assert all(map(torch.equal, whole, by_wire))
     added = packing.sum_rows(reduced, layout.size, own)
-    for real, fake in zip((sent, reduced, added, *whole), (*told, told_sum, *told_full)):
+    for real, fake in zip((*sent, *reduced, added, *whole), (*told[0], *told[1], told_sum, *told_full), strict=True):
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)

@@ -21,7 +21,8 @@ class GroupCost:
     """What the model needs to know of a group of parameters.
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
-    at rest, gathered, reduced. Degrees and reduction as in the plan. replicas: processes that hold the same rows.
+    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction and
+    message as in the plan. replicas: processes that hold the same rows.
     """
 
     elements: int
@@ -34,11 +35,18 @@ class GroupCost:
     optimizer_degree: int
     replicas: int
     reduction: str
+    compress_itemsize: int = 0
+    message: int = 0
+
+    @property
+    def compressed(self) -> bool:
+        """Whether gradients travel in fewer bits than they are summed in."""
+        return 0 < self.compress_itemsize < self.reduce_itemsize
 
     @property
     def reduced_bytes(self) -> int:
-        """What is reduced, whole."""
-        return self.trained * self.reduce_itemsize
+        """What travels to be reduced, whole."""
+        return self.trained * (self.compress_itemsize if self.compressed else self.reduce_itemsize)
 
 
 def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]:
@@ -71,25 +79,26 @@ def traffic(groups: Iterable[GroupCost], cluster: Cluster) -> list[tuple[str, st
     """(collective, phase, messages, bytes sent, seconds) of one step, same kinds added up."""
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for g in groups:
-        for collective, phase, payload, group in _messages(g, cluster):
-            entry = total[collective, phase]
-            entry[0] += 1
+        for collective, phase, payload, group, most in _messages(g, cluster):
+            entry, parts = total[collective, phase], -(-payload // most) if most else 1
+            entry[0] += parts
             entry[1] += collectives.bytes_sent(collective, payload, group, cluster.device)
-            entry[2] += collectives.seconds(collective, payload, group, cluster.device)
+            entry[2] += parts * collectives.seconds(collective, -(-payload // max(parts, 1)), group, cluster.device)
     return [(c, p, int(n), int(b), s) for (c, p), (n, b, s) in total.items()]
 
 
-def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, Group]]:
-    """(collective, phase, payload bytes, processes) of one group in one step."""
+def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, Group, int]]:
+    """(collective, phase, payload bytes, processes, the most bytes in one message) of one group in one step."""
     sharing, replicas = cluster.group(g.optimizer_degree), cluster.group(g.replicas, g.optimizer_degree)
     if g.optimizer_degree > 1:
         payload = g.elements * g.compute_itemsize
-        yield "all_gather", "forward", payload, sharing
+        yield "all_gather", "forward", payload, sharing, g.message
         if g.parameter_degree > 1:
-            yield "all_gather", "backward", payload, sharing
+            yield "all_gather", "backward", payload, sharing, g.message
     if not g.trained:
         return
     if g.optimizer_degree > 1:
-        yield g.reduction, "backward", g.reduced_bytes, sharing
+        yield g.reduction, "backward", g.reduced_bytes, sharing, g.message
     if g.replicas > 1:
-        yield "all_reduce", "backward", g.reduced_bytes // g.optimizer_degree, replicas
+        for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
+            yield collective, "backward", g.reduced_bytes // g.optimizer_degree, replicas, 0

@@ -30,6 +30,8 @@ class Layout:
     compute: dtype of the gathered copy; None leaves the parameter's own.
     reduce: dtype in which gradients travel to be summed; None leaves the gradient's own.
     reduction: as in `ParameterGroup`.
+    compress: dtype in which gradients travel, whatever they are summed in; None: that of the sum.
+    message: as in `Plan`.
     """
 
     group: str
@@ -40,6 +42,8 @@ class Layout:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     reduction: str = "reduce_scatter"
+    compress: torch.dtype | None = None
+    message: int = 0
 
     @property
     def sharded(self) -> bool:
@@ -47,9 +51,22 @@ class Layout:
         return self.group != ""
 
     @property
+    def copies(self) -> int:
+        """How many processes hold the same rows."""
+        return self.mean_over // self.size
+
+    @property
     def holders(self) -> tuple[int, ...]:
         """Positions in `group` that hold rows."""
         return self.owners or tuple(range(self.size))
+
+    def travels(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of this one go to be summed."""
+        return self.compress or self.reduce or dtype
+
+    def most(self, dtype: torch.dtype) -> int:
+        """Elements of one process that go in one collective; 0: all."""
+        return max(1, self.message // (self.size * dtype.itemsize)) if self.message and self.sharded else 0
 
     def chunk_rows(self, rows: int) -> int:
         """Rows in a full shard; as torch.chunk, the last shards may be shorter or empty."""
@@ -69,6 +86,8 @@ class Layout:
             "compute": name_of_dtype(self.compute) if self.compute else "",
             "reduce": name_of_dtype(self.reduce) if self.reduce else "",
             "reduction": self.reduction if self.reduction != "reduce_scatter" else "",
+            "compress": name_of_dtype(self.compress) if self.compress else "",
+            "message": self.message or "",
         }
         return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
 
@@ -87,6 +106,8 @@ class Layout:
             compute=dtype_or_own(fields.get("compute", "")),
             reduce=dtype_or_own(fields.get("reduce", "")),
             reduction=fields.get("reduction", "reduce_scatter"),
+            compress=dtype_or_own(fields.get("compress", "")),
+            message=int(fields.get("message", 0)),
         )
 
 
@@ -104,4 +125,5 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         compute=dtype_or_own(plan.compute),
         reduce=dtype_or_own(plan.reduce),
         reduction=group.reduction,
+        message=plan.message,
     )

@@ -30,9 +30,9 @@ def _define_unshard_bucket(
     spec, full = Layout.parse(layout), wire.split_shapes(shapes, ndims)
     if not spec.sharded:
         return [s.to(spec.compute or s.dtype) for s in shards]
-    flat = packing.pack_shards(shards, full, spec)
-    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, spec.size, spec.group))
-    return packing.unpack_full(gathered, full, spec)
+    flats = packing.pack_shards(shards, full, spec)
+    gathered = [_c10d.all_gather_into_tensor(flat, spec.size, spec.group) for flat in flats]
+    return packing.unpack_full(_all(gathered), full, spec)
 
 
 def _define_reduce_bucket(
@@ -44,22 +44,48 @@ def _define_reduce_bucket(
     layout: str,
 ) -> list[Tensor]:
     spec = Layout.parse(layout)
-    flat = packing.pack_grads(grads, spec)
-    if spec.sharded:
-        flat = _scatter_sum(flat, flat.dtype if spec.replicas else dtype, spec)
-    if spec.replicas:
-        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", spec.replicas))
+    flats = packing.pack_grads(grads, spec)
+    if spec.compress:
+        flat = _mean_of_compressed(flats, spec.reduce or dtype, spec)
+    else:
+        flat = _scatter_sum(flats, flats[0].dtype if spec.replicas else dtype, spec) if spec.sharded else flats[0]
+        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", spec.replicas)) if spec.replicas else flat
     shards = wire.split_shapes(shapes, ndims)
     return wire.unpack_shards(flat, shards, wire.shapes_of(grads), dtype, spec)
 
 
-def _scatter_sum(flat: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+def _all(flying: Sequence[Tensor]) -> list[Tensor]:
+    """What these collectives bring."""
+    return [_c10d.wait_tensor(one) for one in flying]
+
+
+def _scatter_sum(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
     """This process's row of the sum over the group."""
-    if layout.reduction == "reduce_scatter":
-        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", layout.size, layout.group))
-    each = [flat.numel() // layout.size] * layout.size
-    rows = _c10d.wait_tensor(_c10d.all_to_all_single(flat, each, each, layout.group))
-    return packing.sum_rows(rows, layout.size, dtype)
+    if layout.reduction == "all_to_all":
+        return _sum_here(flats, dtype, layout.size, layout.group)
+    summed = _all([_c10d.reduce_scatter_tensor(flat, "sum", layout.size, layout.group) for flat in flats])
+    return torch.cat(summed) if len(summed) > 1 else summed[0]
+
+
+def _sum_here(flats: Sequence[Tensor], dtype: torch.dtype, size: int, group: str) -> Tensor:
+    """This process's part of the sum over a group of so many, which it adds up itself in `dtype`."""
+    each = [[flat.numel() // size] * size for flat in flats]
+    flying = [_c10d.all_to_all_single(flat, n, n, group) for flat, n in zip(flats, each)]
+    return packing.sum_rows(_all(flying), size, dtype)
+
+
+def _mean_of_compressed(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
+    """This process's rows of the mean, of what travels in fewer bits than `dtype`, in which every process sums. Copies of the same
+    rows are made equal again by what one of them has of the mean, so in those bits."""
+    flat = _sum_here(flats, dtype, layout.size, layout.group) if layout.sharded else flats[0]
+    if not layout.replicas:
+        return flat / layout.mean_over
+    elements, copies = flat.numel(), layout.copies
+    flat = flat.to(layout.compress)
+    flat = torch.nn.functional.pad(flat, (0, -elements % copies)) if elements % copies else flat
+    part = (_sum_here([flat], dtype, copies, layout.replicas) / layout.mean_over).to(layout.compress)
+    whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, copies, layout.replicas))
+    return whole[:elements]
 
 
 def _define_unshard(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:

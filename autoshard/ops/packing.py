@@ -17,65 +17,78 @@ from autoshard.ops.layout import Layout
 from autoshard.ops.wire import Shape
 
 
-def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> Tensor:
+def _is_view(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> bool:
+    """Whether it travels as it lies."""
+    return len(full) == 1 and wire.is_even(full, layout) and len(wire.cut(wire.counts(full, layout), layout.most(dtype))) == 1
+
+
+def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """See `wire.pack_shards`."""
-    if len(shards) == 1 and wire.is_even(full, layout):
-        return shards[0].to(layout.compute or shards[0].dtype).reshape(-1)
+    dtype = layout.compute or shards[0].dtype
+    if _is_view(full, dtype, layout):
+        return [shards[0].to(dtype).reshape(-1)]
     return torch.ops.autoshard.pack_shards(shards, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
 
 
-def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
+def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """See `wire.unpack_full`."""
-    if len(full) == 1 and wire.is_even(full, layout):
-        return [gathered.view(full[0])]
+    if _is_view(full, gathered[0].dtype, layout):
+        return [gathered[0].view(full[0])]
     return torch.ops.autoshard.unpack_full(gathered, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
 
 
-def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
+def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """See `wire.pack_grads`."""
-    if len(grads) == 1 and wire.is_even(wire.shapes_of(grads), layout):
-        return (grads[0].to(layout.reduce or grads[0].dtype) / layout.mean_over).reshape(-1)
+    dtype = layout.travels(grads[0].dtype)
+    if _is_view(wire.shapes_of(grads), dtype, layout):
+        flat = grads[0].to(dtype).reshape(-1)
+        return [flat if layout.compress else flat / layout.mean_over]
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
 
 
-def sum_rows(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
     """See `wire.sum_rows`."""
     return torch.ops.autoshard.sum_rows(rows, size, dtype)  # type: ignore[no-any-return]
 
 
-def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> Tensor:
+def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     """`wire.pack_shards` of full shapes one after the other, `ndims` of each."""
     return wire.pack_shards(shards, wire.split_shapes(shapes, ndims), Layout.parse(layout))
 
 
-def run_unpack_full(gathered: Tensor, shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
+def run_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     """`wire.unpack_full` of full shapes one after the other, `ndims` of each."""
     return wire.unpack_full(gathered, wire.split_shapes(shapes, ndims), Layout.parse(layout))
 
 
-def run_pack_grads(grads: Sequence[Tensor], layout: str) -> Tensor:
+def run_pack_grads(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
     """`wire.pack_grads`."""
     return wire.pack_grads(grads, Layout.parse(layout))
 
 
-def _fake_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> Tensor:
+def _lengths(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> list[int]:
+    """Elements of a process in each flat tensor."""
+    return [sum(wire.lengths(piece)) for piece in wire.cut(wire.counts(full, layout), layout.most(dtype))]
+
+
+def _fake_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     spec = Layout.parse(layout)
-    elements = sum(wire.counts(wire.split_shapes(shapes, ndims), spec))
-    return shards[0].new_empty(elements, dtype=spec.compute or shards[0].dtype)
+    dtype = spec.compute or shards[0].dtype
+    return [shards[0].new_empty(n, dtype=dtype) for n in _lengths(wire.split_shapes(shapes, ndims), dtype, spec)]
 
 
-def _fake_unpack_full(gathered: Tensor, shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
-    return [gathered.new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
+def _fake_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
+    return [gathered[0].new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
 
 
-def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> Tensor:
+def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
     spec = Layout.parse(layout)
-    elements = sum(wire.counts(wire.shapes_of(grads), spec))
-    return grads[0].new_empty(spec.size * elements, dtype=spec.reduce or grads[0].dtype)
+    dtype = spec.travels(grads[0].dtype)
+    return [grads[0].new_empty(spec.size * n, dtype=dtype) for n in _lengths(wire.shapes_of(grads), dtype, spec)]
 
 
-def _fake_sum_rows(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(rows.numel() // size, dtype=dtype)
+def _fake_sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    return rows[0].new_empty(sum(brought.numel() // size for brought in rows), dtype=dtype)
 
 
 def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -86,10 +99,10 @@ def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 
 
 _SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
-_register("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor", run_pack_shards, _fake_pack_shards)
-_register("unpack_full", f"(Tensor gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full)
-_register("pack_grads", "(Tensor[] grads, str layout) -> Tensor", run_pack_grads, _fake_pack_grads)
-_register("sum_rows", "(Tensor rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows)
+_register("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards)
+_register("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full)
+_register("pack_grads", "(Tensor[] grads, str layout) -> Tensor[]", run_pack_grads, _fake_pack_grads)
+_register("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows)
 
 # Graphs that are run op by op call these instead, see `block.DIRECT`.
 DIRECT: dict[Any, Callable[..., Any]] = {

@@ -1,11 +1,13 @@
 """How shards and gradients lie in the flat tensors that travel: plain tensor functions, no communication.
 
-A flat tensor has a row for each process of the group, and in it that process's rows of every parameter, padded to a chunk.
+A flat tensor has a row for each process of the group, and in it that process's rows of every parameter, padded to a chunk. Where
+the plan cuts messages there are several, each with a part of every process's elements.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from autoshard.ops.layout import Layout
 
 Shape = tuple[int, ...]
+Piece = tuple[tuple[int, int, int], ...]  # which parameter, and from where to where of one process's elements of it
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
@@ -54,60 +57,99 @@ def is_even(full: tuple[Shape, ...], layout: Layout) -> bool:
     return not layout.sharded or (not layout.owners and all(shape[0] % layout.size == 0 for shape in full))
 
 
-def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> Tensor:
-    """The flat tensor that this process sends to a gather: its padded shards, one after the other."""
-    sizes, parts = counts(full, layout), []
-    for shard, size in zip(shards, sizes):
-        parts.append(shard.reshape(-1))
-        if shard.numel() < size:
-            parts.append(shard.new_zeros(size - shard.numel()))
-    return torch.cat(parts, out=shards[0].new_empty(sum(sizes), dtype=layout.compute or shards[0].dtype))
+@functools.cache
+def cut(sizes: tuple[int, ...], most: int) -> tuple[Piece, ...]:
+    """What lies in each of the flat tensors in which parameters with so many elements of a process travel: as long as each other
+    but for the last, and of at most `most` of those elements; 0: in one."""
+    total, ends = sum(sizes), tuple(itertools.accumulate(sizes))
+    each = -(-total // -(-total // most)) if most and total else max(total, 1)
+    members = [(i, end - size, end) for i, (size, end) in enumerate(zip(sizes, ends)) if size or not total]
+    return tuple(
+        tuple(
+            (i, max(at, begin) - begin, min(at + each, end) - begin)
+            for i, begin, end in members
+            if begin < at + each and (at < end or not total)
+        )
+        for at in range(0, max(total, 1), each)
+    )
 
 
-def unpack_full(gathered: Tensor, full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
-    """The full parameters from what a gather brought."""
-    sizes = counts(full, layout)
-    by_rank, found = gathered.view(layout.size, sum(sizes)), [gathered.new_empty(shape) for shape in full]
-    if is_even(full, layout):
-        places = [whole.view(layout.size, size) for whole, size in zip(found, sizes)]
-        torch.split_with_sizes_copy(by_rank, sizes, 1, out=places)
-    else:
-        for whole, rows in zip(found, by_rank.split(sizes, 1)):
-            for part, place in _by_holder(whole, rows, layout):
+def lengths(piece: Piece) -> list[int]:
+    """How many elements of a process of each parameter are in it."""
+    return [end - begin for _, begin, end in piece]
+
+
+def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
+    """The flat tensors that this process sends to gathers: its padded shards, one after the other."""
+    dtype, rows, found = layout.compute or shards[0].dtype, [shard.reshape(-1) for shard in shards], []
+    for piece in cut(counts(full, layout), layout.most(dtype)):
+        parts = [part for i, begin, end in piece for part in _padded(rows[i], begin, end)]
+        found.append(torch.cat(parts, out=shards[0].new_empty(sum(lengths(piece)), dtype=dtype)))
+    return found
+
+
+def _padded(row: Tensor, begin: int, end: int) -> list[Tensor]:
+    """What a row has there, and zeros behind its end."""
+    there = row[begin:end]
+    return [there] if there.numel() == end - begin else [there, row.new_zeros(end - begin - there.numel())]
+
+
+def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
+    """The full parameters from what gathers brought."""
+    sizes, found = counts(full, layout), [gathered[0].new_empty(shape) for shape in full]
+    even = is_even(full, layout)
+    for brought, piece in zip(gathered, cut(sizes, layout.most(gathered[0].dtype))):
+        by_rank = brought.view(layout.size, sum(lengths(piece)))
+        if even:
+            places = [found[i].view(layout.size, sizes[i])[:, begin:end] for i, begin, end in piece]
+            torch.split_with_sizes_copy(by_rank, lengths(piece), 1, out=places)
+            continue
+        for (i, begin, _), rows in zip(piece, by_rank.split(lengths(piece), 1)):
+            for part, place in _by_holder(found[i], rows, sizes[i], layout, begin):
                 part.copy_(place)
     return found
 
 
-def _by_holder(whole: Tensor, by_rank: Tensor, layout: Layout) -> list[tuple[Tensor, Tensor]]:
-    """The elements of `whole` that each process holds, beside their place in (processes, elements of a chunk)."""
-    parts = whole.reshape(-1).split(by_rank.shape[1]) if whole.numel() else ()
-    return [(part, by_rank[holder, : part.numel()]) for part, holder in zip(parts, layout.holders)]
+def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """The elements of `whole` that each process holds, `size` of them at most, from `begin` on, beside their place in (processes,
+    elements of a piece)."""
+    parts = whole.reshape(-1).split(size) if whole.numel() else ()
+    there = [part[begin : begin + by_rank.shape[1]] for part in parts]
+    return [(part, by_rank[holder, : part.numel()]) for part, holder in zip(there, layout.holders)]
 
 
-def pack_grads(grads: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The flat tensor that goes into a reduction: for each process its rows of every gradient.
+def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """The flat tensors that go into reductions: for each process its rows of every gradient.
 
-    The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range.
+    The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range. What is compressed is summed in
+    another dtype, and divided then.
     """
-    full = shapes_of(grads)
-    sizes, even = counts(full, layout), is_even(full, layout)
-    flat = grads[0].new_empty(layout.size, sum(sizes), dtype=layout.reduce or grads[0].dtype)
+    full, dtype = shapes_of(grads), layout.travels(grads[0].dtype)
+    sizes, even, found = counts(full, layout), is_even(full, layout), []
     rows = [g.reshape(layout.size, n) if even else _rows_by_rank(g, n, layout) for g, n in zip(grads, sizes)]
-    torch.cat(rows, 1, out=flat)
-    return flat.div_(layout.mean_over).view(-1)
+    for piece in cut(sizes, layout.most(dtype)):
+        flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
+        torch.cat([rows[i][:, begin:end] for i, begin, end in piece], 1, out=flat)
+        found.append((flat if layout.compress else flat.div_(layout.mean_over)).view(-1))
+    return found
 
 
 def _rows_by_rank(grad: Tensor, size: int, layout: Layout) -> Tensor:
     """(processes, `size` elements of a chunk): row r holds what belongs to position r of the group."""
     rows = grad.new_zeros(layout.size, size)
-    for part, place in _by_holder(grad, rows, layout):
+    for part, place in _by_holder(grad, rows, size, layout):
         place.copy_(part)
     return rows
 
 
-def sum_rows(rows: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The sum of what an all-to-all brought from `size` processes, in `dtype` from the first addition on."""
-    return rows.view(size, rows.numel() // size).sum(0, dtype=dtype)
+def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    """The sum of what all-to-alls brought from `size` processes, in `dtype` from the first addition on."""
+    by_rank = [brought.view(size, brought.numel() // size) for brought in rows]
+    each = [brought.shape[1] for brought in by_rank]
+    found = rows[0].new_empty(sum(each), dtype=dtype)
+    for brought, place in zip(by_rank, found.split(each)):
+        torch.sum(brought, 0, dtype=dtype, out=place)
+    return found
 
 
 def unpack_shards(

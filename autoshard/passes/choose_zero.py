@@ -14,6 +14,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.passes.choose_message import choose_message
 from autoshard.passes.choose_reduction import choose_reduction
 from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
@@ -187,19 +188,33 @@ def _at_stage(
         groups=groups,
         compute=name_of_dtype(compute) if compute else "",
         reduce=name_of_dtype(reduce) if reduce else "",
+        compression=config.compression or "",
         buffers=config.buffers,
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
-    return predict(_with_reductions(plan, inventory, where.cluster), inventory, where.states(config), where.cluster)
+    plan = _with_messages(_with_reductions(plan, inventory, where.cluster), where.cluster)
+    return predict(plan, inventory, where.states(config), where.cluster)
 
 
 def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     chosen = [choose_reduction(cost, cluster) for cost in _costs(plan, inventory)]
     plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
+    if plan.compression:
+        return _because(plan, f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
     if "all_to_all" not in chosen:
         return plan
     return _because(plan, "gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
+
+
+def _with_messages(plan: Plan, cluster: Cluster) -> Plan:
+    sharded = [g for g in plan.groups if g.degrees.optimizer > 1]
+    if not sharded:
+        return plan
+    most = choose_message(sharded[-1].reduction, cluster.group(plan.shard_size), cluster)
+    if not most:
+        return plan
+    return _because(replace(plan, message=most), f"messages of at most {bytes_text(most)}: the links carry more of those in a second")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
@@ -243,6 +258,8 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         optimizer_degree=group.degrees.optimizer,
         replicas=plan.world // group.degrees.optimizer,
         reduction=group.reduction,
+        compress_itemsize=_itemsize(plan.compression, 0),
+        message=plan.message,
     )
 
 

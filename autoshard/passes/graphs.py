@@ -26,6 +26,7 @@ REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 
+_TO_COPY = torch.ops.aten._to_copy.default
 _c10d = torch.ops._c10d_functional
 GATHER = _c10d.all_gather_into_tensor.default
 REDUCTIONS = frozenset(
@@ -51,6 +52,11 @@ def leads_to(node: Node, *targets: Any) -> bool:
     if is_call(node, *targets):
         return True
     return callee(node).endswith(("to_local", "detach")) and all(leads_to(user, *targets) for user in node.users)
+
+
+def reduces(node: Node) -> bool:
+    """Whether a node is a collective of gradients: where they are compressed, a gather may be too."""
+    return is_call(node, *REDUCTIONS) or (is_call(node, GATHER) and "reduce" in node.meta.get("part_of", ""))
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
@@ -143,9 +149,14 @@ def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
         return define(*args, **kwargs)
 
     with _fake_mode(tensors or node.graph.nodes):
-        made = make_fx(on_tensors)(*(example(t) for t in tensors))
+        made = make_fx(on_tensors, decomposition_table={_TO_COPY: _cast})(*(example(t) for t in tensors))
     made.graph.eliminate_dead_code()
     return made
+
+
+def _cast(value: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    """As AOTAutograd has left casts in the rest of the graph: Inductor knows no others."""
+    return torch.ops.prims.convert_element_type.default(value, dtype)  # type: ignore[no-any-return]
 
 
 def inline(gm: GraphModule, node: Node, ops: GraphModule) -> None:
@@ -154,7 +165,7 @@ def inline(gm: GraphModule, node: Node, ops: GraphModule) -> None:
         copies = dict(zip(ops.graph.find_nodes(op="placeholder"), _tensors(node)))
         result: Any = gm.graph.graph_copy(ops.graph, copies)
     for copied in set(copies.values()) - set(_tensors(node)):
-        copied.meta["part_of"] = str(node.target)
+        copied.meta["part_of"], copied.meta["part"] = str(node.target), node.name
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
         gm.graph.erase_node(node)

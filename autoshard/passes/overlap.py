@@ -6,6 +6,8 @@ link never waits for the computation, and no more than their buckets are held.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,38 +44,47 @@ class Overlap:
         return gm
 
     def _prefetch(self, gm: GraphModule) -> None:
-        gathers = graphs.calls(gm, graphs.GATHER)
-        waits = [next(iter(g.users)) for g in gathers]
+        buckets = _messages([g for g in graphs.calls(gm, graphs.GATHER) if not graphs.reduces(g)])
+        waits = [next(iter(bucket[-1].users)) for bucket in buckets]
         head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
-        for i, gather in enumerate(gathers):
+        for i, bucket in enumerate(buckets):
             target = waits[i - self.ahead] if i >= self.ahead else head
             assert target is not None  # what is gathered is an input
             at = graphs.positions(gm.graph)
-            if at[gather] > at[target]:
-                _move_after(_chain(gather, target, at), target)
+            if at[bucket[-1]] > at[target]:
+                _move_after(_chain(bucket, target, at), target)
             if i < self.ahead:
-                head = gather
+                head = bucket[-1]
 
     def _wait_late(self, gm: GraphModule) -> None:
-        """Moves the wait of each reduction, and the copies out of it, behind the start of a later one or to the end."""
-        starts = graphs.calls(gm, *graphs.REDUCTIONS)
-        output = gm.graph.output_node()
-        for i, start in enumerate(starts):
-            wait = next(iter(start.users))
-            chain = [wait, *graphs.dependents(gm, [wait])]
-            later = [s for s in starts[i + self.behind :] if s not in chain]
+        """Moves the wait of each reduction, and what is done with what it brought, behind the start of a later one or to the
+        end. Where a second collective takes the first's result, that is waited for later still."""
+        buckets = _messages([node for node in gm.graph.nodes if graphs.reduces(node)])
+        end, settled = gm.graph.output_node(), set[Node]()
+        for i, bucket in reversed(list(enumerate(buckets))):
+            waits = [next(iter(start.users)) for start in bucket]
+            dependents = set(graphs.dependents(gm, waits)) | set(waits)
+            chain = [node for node in gm.graph.nodes if node in dependents and node not in settled]
+            settled.update(chain)
+            later = [b for b in buckets[i + self.behind :] if not dependents.intersection(b)]
             if later:
-                at = graphs.positions(gm.graph)
-                _move_after([node for node in chain if at[node] < at[later[0]]], later[0])
+                at, target = graphs.positions(gm.graph), later[0][-1]
+                _move_after([node for node in chain if at[node] < at[target]], target)
             else:
                 for node in chain:
-                    output.prepend(node)
+                    end.prepend(node)
+                end = chain[0]
 
 
-def _chain(gather: Node, limit: Node, at: dict[Node, int]) -> list[Node]:
-    """The gather and the copies that feed it, as far as they stand after `limit`."""
+def _messages(starts: Sequence[Node]) -> list[list[Node]]:
+    """These collectives, in graph order, those together that carry parts of one bucket over one group."""
+    return [list(bucket) for _, bucket in itertools.groupby(starts, lambda n: (n.meta["part"], n.target, n.args[-1]))]
+
+
+def _chain(gathers: Sequence[Node], limit: Node, at: dict[Node, int]) -> list[Node]:
+    """The gathers and the copies that feed them, as far as they stand after `limit`."""
     found: set[Node] = set()
-    todo = [gather]
+    todo = list(gathers)
     while todo:
         node = todo.pop()
         if node.op == "placeholder" or node in found or at[node] <= at[limit]:

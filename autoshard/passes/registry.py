@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
 from autoshard.passes.bucket import Bucket
+from autoshard.passes.compress import Compress
 from autoshard.passes.early_matmuls import EarlyMatmuls
 from autoshard.passes.fuse_elementwise import FuseElementwise
 from autoshard.passes.hoist_unshards import HoistUnshards
@@ -30,13 +31,13 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        Regather, Recompute, Bucket, Lower, Overlap, EarlyMatmuls, SeedDropout, FuseElementwise
+        Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, SeedDropout, FuseElementwise
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "regather,recompute,bucket,lower,overlap,early_matmuls,seed_dropout,fuse_elementwise"
+    "regather,recompute,bucket,compress,lower,overlap,early_matmuls,seed_dropout,fuse_elementwise"
 )
 
 

@@ -1,0 +1,204 @@
+"""Puts the predicted timeline of a step beside the executed one; writes bench/results/timeline.md and timeline.png.
+
+    python bench/timeline.py [--rates 1000,200] [--stages 0,3] [--model llama] [--codegen inductor]
+
+Two hosts of one process and one thread each, over links of those rates, calibrated once a rate. Executed is what torch's
+profiler saw on rank 0, in the step of median length: when each collective was on the link, and when the model waited for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import accuracy  # noqa: E402
+import run as side_by_side  # noqa: E402
+import zoo  # noqa: E402
+from accuracy import Case, Links  # noqa: E402
+
+from autoshard import planning  # noqa: E402
+from autoshard.cost_model.cluster import Cluster  # noqa: E402
+from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.passes.choose_zero import at_stages  # noqa: E402
+
+RESULTS = HERE / "results"
+LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
+Interval = tuple[float, float]  # seconds from the start of the step
+
+
+@dataclass(frozen=True)
+class Line:
+    """A step: its collectives in order, when each was on the link, and when compute waited. The optimizer's step is in seconds
+    only."""
+
+    seconds: float
+    names: tuple[str, ...]
+    flights: tuple[Interval, ...]
+    waits: tuple[Interval, ...]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waited."""
+        return sum(end - start for start, end in self.waits)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step as it was predicted and as it was executed. plain: seconds of a step that no profiler watched."""
+
+    case: Case
+    predicted: Line
+    executed: Line
+    exposed: float
+    plain: float
+
+
+def predict(case: Case, cluster: Cluster) -> Line:
+    """What the simulator says."""
+    torch.compiler.reset()
+    make, inputs = zoo.MODELS[case.model]
+    with torch.device("meta"):
+        model = make().train()
+    forecaster = planning.forecaster(model, inputs(case.batch, None), case.config(), cluster, NAMED[case.optimizer])
+    circumstances = planning.circumstances(case.config(), cluster)
+    (plan,) = at_stages(forecaster.captured.inventory, case.config(), circumstances)
+    program, _, took, _ = forecaster.simulated(plan)
+    link = [s for s in took.timeline.spans if s.stream == "link"]
+    names = tuple(program.operations[s.operation].name.split(".")[1] for s in link)
+    return Line(took.seconds, names, tuple((s.start, s.end) for s in link), tuple(_gaps(took.timeline.spans)))
+
+
+def _gaps(spans: Iterable[Any]) -> Iterable[Interval]:
+    """Between two kernels compute does nothing but wait."""
+    before = 0.0
+    for span in (s for s in spans if s.stream == "compute"):
+        if span.start - before > LEAST:
+            yield before, span.start
+        before = span.end
+
+
+def measure(case: Case, scratch: Path) -> tuple[list[Line], float]:
+    """The steps that were watched, and the median of those that were not."""
+    out = scratch / "timeline.json"
+    accuracy.launch([str(HERE / "timeline_worker.py"), json.dumps(asdict(case)), str(out)], (2, case.mbit), scratch)
+    found = json.loads(out.read_text())
+    return [_line(step) for step in found["steps"]], found["plain"]
+
+
+def _line(step: dict[str, Any]) -> Line:
+    flights = [(start, end) for _, start, end in step["flights"]]
+    busy, served = 0.0, []
+    for issued, end in flights:  # which the profiler sees from when they are issued; the link carries out one after the other
+        served.append((max(issued, busy), end))
+        busy = end
+    waits = tuple((start, end) for _, start, end in step["waits"] if end - start > LEAST)
+    return Line(step["seconds"], tuple(name for name, _, _ in step["flights"]), tuple(served), waits)
+
+
+def compare(case: Case, cluster: Cluster, scratch: Path) -> Compared:
+    """One case, predicted before anything of it runs."""
+    predicted = predict(case, cluster)
+    steps, plain = measure(case, scratch)
+    middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
+    return Compared(case, predicted, middle, statistics.median(s.exposed for s in steps), plain)
+
+
+def markdown(found: Sequence[Compared], machine: str) -> str:
+    """The tables."""
+    lines = [
+        "# Timelines, predicted and executed\n",
+        f"{machine}; two network namespaces, one process of one thread each. Written by `python bench/timeline.py`. Exposed",
+        "is the time that a step waits for collectives: the median over steps that torch's profiler watched, which slows them",
+        "down a little; the step beside it was not watched.\n",
+        "| configuration | step ms | measured | error | exposed ms | measured | error |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for c in found:
+        step = f"{c.predicted.seconds * 1e3:.0f} | {c.plain * 1e3:.0f} | {c.plain / c.predicted.seconds - 1:+.1%}"
+        exposed = f"{c.predicted.exposed * 1e3:.0f} | {c.exposed * 1e3:.0f} | {_off(c)}"
+        lines.append(f"| {c.case} | {step} | {exposed} |")
+    lines += ["", "![Timelines](timeline.png)", ""]
+    for c in found:
+        lines += [f"## {c.case}\n", *_collectives(c), ""]
+    return "\n".join(lines)
+
+
+def _off(c: Compared) -> str:
+    return f"{c.exposed / c.predicted.exposed - 1:+.1%}" if c.predicted.exposed else "-"
+
+
+def _collectives(c: Compared) -> Iterable[str]:
+    """In the order in which they were issued, which must be the predicted one."""
+    yield "| | collective | on the link at ms, predicted | executed |"
+    yield "|---:|---|---:|---:|"
+    for i, (name, predicted, executed) in enumerate(zip(c.predicted.names, c.predicted.flights, c.executed.flights)):
+        yield f"| {i + 1} | {name} | {_text(predicted)} | {_text(executed)} |"
+
+
+def _text(interval: Interval) -> str:
+    return f"{interval[0] * 1e3:.0f} to {interval[1] * 1e3:.0f}"
+
+
+def draw(found: Sequence[Compared], path: Path) -> None:
+    """A panel a case: what the link did and when compute waited, predicted above executed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.7 * len(found)), layout="constrained")
+    for axes, c in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found):
+        for row, (line, shade) in enumerate(((c.predicted, "C0"), (c.executed, "C2"))):
+            for i, (start, end) in enumerate(line.flights):
+                axes.barh(3 * row, end - start, left=start, height=0.9, color=shade, alpha=0.5 if i % 2 else 0.9)
+            for start, end in line.waits:
+                axes.barh(3 * row + 1, end - start, left=start, height=0.9, color="C3")
+            axes.axvline(line.seconds, color=shade)
+        axes.set_yticks([0, 1, 3, 4], ["predicted: link", "waits", "executed: link", "waits"])
+        axes.set_title(str(c.case), fontsize=9)
+        axes.invert_yaxis()
+    axes.set_xlabel("seconds of the step")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rates", default="1000,200", help="Mbit/s, with commas between; 0: unlimited")
+    parser.add_argument("--stages", default="0,3", help="of ZeRO, with commas between")
+    parser.add_argument("--model", default="llama", choices=sorted(zoo.MODELS))
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--codegen", default="inductor", choices=("inductor", "eager"))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for timeline.md and timeline.png")
+    asked = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix="autoshard-timeline-"))
+    found = []
+    try:
+        for rate in map(int, asked.rates.split(",")):
+            links: Links = (2, rate)
+            cluster = accuracy.calibrated(scratch, [links])[links]
+            for stage in map(int, asked.stages.split(",")):
+                case = Case(asked.model, asked.batch, 2, stage, asked.codegen, mbit=rate)
+                found.append(compare(case, cluster, scratch))
+                print(markdown(found[-1:], "this machine"), flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    machine = side_by_side.machine("two network namespaces")
+    text = markdown(found, f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, gloo, {machine.date}")
+    (asked.results / "timeline.md").write_text(text)
+    draw(found, asked.results / "timeline.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""One process of bench/timeline.py: timeline_worker.py CASE-AS-JSON OUT. Rank 0 writes what torch's profiler saw."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import accuracy_worker  # noqa: E402
+import contenders  # noqa: E402
+import worker  # noqa: E402
+import zoo  # noqa: E402
+from accuracy import Case  # noqa: E402
+
+WARM_UP, ROUNDS, PROFILED = 4, 15, 9
+MARK = "one step"
+Event = tuple[str, float, float]  # name, start and end in seconds from the start of the step
+
+
+def steps_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each profiled step: its seconds, and its collectives and waits as events."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    marks = sorted((e for e in events if e["name"] == MARK and e.get("cat") == "user_annotation"), key=_start)
+    return [_step(mark, events) for mark in marks]
+
+
+def _start(event: dict[str, Any]) -> float:
+    return float(event["ts"])
+
+
+def _step(mark: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
+    begin, end = _start(mark), _start(mark) + mark["dur"]
+    inside = sorted((e for e in events if begin <= _start(e) < end), key=_start)
+    flights = [_event(e, begin) for e in inside if e["name"].startswith("gloo:")]
+    waits = [_event(e, begin) for e in inside if e["name"] == "_c10d_functional::wait_tensor"]
+    return {"seconds": mark["dur"] / 1e6, "flights": flights, "waits": waits}
+
+
+def _event(event: dict[str, Any], begin: float) -> Event:
+    start = (_start(event) - begin) / 1e6
+    return event["name"].removeprefix("gloo:"), start, start + event["dur"] / 1e6
+
+
+def profiled(made: contenders.Contender, batch: Any) -> list[dict[str, Any]]:
+    """Some steps, each from the moment that all ranks are ready."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(PROFILED):
+            dist.barrier()
+            with record_function(MARK):
+                made.step(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return steps_of(json.loads(path.read_text()))
+
+
+def main() -> None:
+    """Measures, and writes what rank 0 found."""
+    case = Case(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    made = accuracy_worker.contender(case)
+    batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(WARM_UP):
+        made.step(batch)
+    plain = statistics.median(worker._timed(made, batch)[0] for _ in range(ROUNDS))
+    found = {"plain": plain, "steps": profiled(made, batch)}
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    dist.barrier()
+    time.sleep(worker.EXIT_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

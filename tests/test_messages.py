@@ -1,0 +1,122 @@
+"""What travels: gradients in fewer bits, and groups of parameters in several messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.dtypes import dtype_named
+from autoshard.errors import ConfigError, PlanError
+from autoshard.passes.choose_message import UNMEASURED, choose_message
+from autoshard.plan import Plan
+from autoshard.planning import first_look
+from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import measure, rank0_copy, whole
+from tests.small import TOLERANCE, config, in_full
+
+MIB = 2.0**20
+
+
+class Sum(nn.Module):
+    """The gradient of its weight is its input in every row: what was rounded can be told exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 15, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum()
+
+
+def gradients(zero: int, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """Of the compiled model, whole, and each process's own."""
+    model = Sum()
+    inputs = torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5))
+    compiled: Any = torch.compile(rank0_copy(model), backend=autoshard.backend(config(zero, **options)))
+    compiled(inputs[dist.get_rank()]).backward()
+    return whole(compiled.layer.weight.grad), [x.expand(15, 8) for x in inputs]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize(("zero", "codegen"), [(0, "eager"), (3, "eager"), in_full(0, "inductor"), in_full(2, "inductor")])
+def test_gradients_are_rounded_and_then_summed(two: Cluster, zero: int, codegen: str, name: str) -> None:
+    dtype = dtype_named(name)
+    for found, own in two.run(gradients, zero, {"compression": name, "codegen": codegen}):
+        mean = sum(g.to(dtype).float() for g in own) / 2
+        expected = mean if zero else mean.to(dtype).float()
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+        assert not torch.equal(found, sum(own) / 2)
+
+
+def test_on_two_axes_sums_of_nodes_are_rounded_again(four: Cluster) -> None:
+    options = {"compression": "bf16", "mesh": {"replicate": 2, "shard": 2}}
+    for found, own in four.run(gradients, 3, options):
+        first, second = (sum(g.bfloat16().float() for g in node) for node in (own[:2], own[2:]))
+        mean = (first.bfloat16().float() + second.bfloat16().float()) / 4
+        torch.testing.assert_close(found, mean.bfloat16().float(), rtol=1e-6, atol=0)
+
+
+def test_what_travels_in_as_few_bits_anyway_is_left_alone(two: Cluster) -> None:
+    for found, own in two.run(gradients, 2, {"compression": "bf16", "precision": "bf16"}):
+        torch.testing.assert_close(found, sum(g.bfloat16().float() for g in own) / 2, rtol=1e-6, atol=0)
+
+
+def test_compression_is_said_where_it_changes_something() -> None:
+    plan = first_look(Sum(), config(0, compression="bf16"), Machines(2, 1, DEVICES["cpu"]))
+    assert any("numbers change" in why for why in plan.why) and Plan.from_json(plan.to_json()) == plan
+    plain = first_look(Sum(), config(0), Machines(2, 1, DEVICES["cpu"]))
+    sent = {p.compression: sum(t.bytes for t in p.predicted.traffic) for p in (plan, plain)}
+    assert 2 * sent["bf16"] == sent[""]
+    with pytest.raises(ConfigError, match="compression: 'fp32' is not legal; .*'bf16'"):
+        config(0, compression="fp32")
+    with pytest.raises(PlanError, match="compression: 'int8' is not legal"):
+        replace(plain, compression="int8")
+    with pytest.raises(PlanError, match="message: -1 is not legal"):
+        replace(plain, message=-1)
+
+
+def _cut(name: str, zero: int, world: int, message: int) -> autoshard.Config:
+    """A config whose plan has such messages."""
+    case = CASES[name]
+    batch = case.batch(torch.Generator())
+    plan = autoshard.plan(case.build(), batch, config(zero), Machines(1, world, DEVICES["cpu"]))
+    assert not plan.message
+    return autoshard.Config(plan=replace(plan, message=message), codegen="eager", verbose=False, timeout=60)
+
+
+@pytest.mark.parametrize(("name", "zero"), [("attention", 2), ("odd", 3), in_full("llama", 3)])
+def test_in_messages_that_cut_parameters(two: Cluster, name: str, zero: int) -> None:
+    for distance in two.run(measure, name, _cut(name, zero, 2, 300)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.full
+def test_in_messages_over_three_processes(three: Cluster) -> None:
+    for distance in three.run(measure, "odd", _cut("odd", 3, 3, 200)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def test_messages_are_cut_where_smaller_ones_take_less() -> None:
+    cpu, over = DEVICES["cpu"], Group(2, 2)
+
+    def chosen(seconds: tuple[float, ...]) -> int:
+        table = tuple(zip((MIB / 2, MIB, 2 * MIB, 8 * MIB), seconds))
+        measured = replace(cpu, tables={"all_gather@2/2": table, "all_to_all@2/2": table})
+        return choose_message("all_to_all", over, Machines(2, 1, measured))
+
+    assert chosen((0.5, 1, 2, 8)) == 0
+    assert chosen((0.5, 1, 3, 14)) == MIB
+    assert chosen((0.9, 1.5, 2, 8.5)) == 0
+    assert choose_message("all_to_all", over, Machines(2, 1, cpu)) == UNMEASURED
+    assert choose_message("all_to_all", Group(2), Machines(1, 2, cpu)) == 0
+    assert choose_message("reduce_scatter", Group(16, 2), Machines(2, 8, DEVICES["h100"])) == 0
