@@ -94,7 +94,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
 def _headline(plan: Plan) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in plan.axes)
     stages = sorted({g.degrees.stage for g in plan.groups if g.degrees.optimizer > 1})
-    stage = "plain data parallel" if not stages else "ZeRO-" + "/".join(map(str, stages))
+    stage = "plain data parallel" if not stages else f"ZeRO-{stages[-1]}"
     if plan.leaves_alone:
         stage = "one process, left alone"
     precision = f", {plan.compute} compute" if plan.compute else ""

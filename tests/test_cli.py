@@ -78,7 +78,7 @@ def configs(tmp_path: Path) -> dict[str, str]:
 def test_the_table_fits_80_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--nproc-per-node", "8", "--zero", "3"]) == 0
     out = capsys.readouterr().out
-    assert "layers.{0..2}" in out and "8/8/8" in out and "communication" in out
+    assert "layers.{0..1}" in out and "8/8/8" in out and "1/8/8" in out and "communication" in out
     assert "The peak is at " in out and "in all" in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -11,6 +11,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
+from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
 
 
@@ -101,3 +102,26 @@ def test_hsdp_is_a_point_of_the_same_space() -> None:
     plan = make_plan(_blocks(), Config(zero=3, mesh={"replicate": 2, "shard": 4}), _where(8))
     assert str(plan.groups[1].degrees) == "4/4/4" and plan.shard_size == 4
     assert {t.collective for t in plan.predicted.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def _kept(plan: Plan) -> list[str]:
+    return [g.name for g in plan.groups if g.degrees.optimizer > 1 and g.degrees.parameter == 1]
+
+
+def test_a_budget_says_how_many_gathered_copies_are_kept() -> None:
+    """The last used stays at stage 3, backward needing it first, unless not even that fits; the fewer the budget allows, the fewer."""
+    free = make_plan(_blocks(), Config(zero=3), _where(8))
+    strict = keeping_none(free)
+    assert _kept(free) == ["layers.3"] and not _kept(strict)
+    kept = []
+    for budget in range(1, 2**23, 2**16):
+        try:
+            plan = make_plan(_blocks(), Config(zero=3, memory_budget=budget), _where(8, budget))
+        except BudgetError:
+            assert not kept
+            continue
+        assert plan.predicted.peak_bytes <= budget
+        kept.append(_kept(plan))
+    assert {len(names) for names in kept} >= {0, 1, 2, 5}
+    assert all(set(fewer) <= set(more) for fewer, more in zip(kept, kept[1:]))
+    assert {t.messages for t in plan.predicted.traffic if t.collective == "all_gather"} == {len(plan.groups) - 1}

@@ -16,6 +16,7 @@ from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.passes.choose_message import choose_message
 from autoshard.passes.choose_reduction import choose_reduction
+from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping, keeping_none
 from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
@@ -25,6 +26,7 @@ REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows 
 
 Forecast = Callable[[Plan], Plan]
 Fit = Callable[[Plan, int], Plan]
+Look = Callable[[Plan, int | None], Plan]
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,16 @@ def make_plan(
     """
     fit = fit if config.recompute == "auto" else None
     plans = at_stages(inventory, config, where)
+
+    def look(plan: Plan, budget: int | None) -> Plan:
+        return _with_copies(plan, budget, lambda p: forecast(predict(p, inventory, where.states(config), where.cluster)))
+
     if config.zero == "auto":
-        return _choose(plans, config, where, forecast, fit)
-    plan = forecast(plans[0])
-    if where.budget is not None and config.memory_budget is not None:
-        plan = _fitted(plan, where.budget, fit)
+        return _choose(plans, config, where, look, fit)
+    budget = where.budget if config.memory_budget is not None else None
+    plan = look(plans[0], budget)
+    if budget is not None:
+        plan = _fitted(plan, budget, fit)
     _check_budget([plan], config, where)
     return _because(plan, f"zero={config.zero} was asked for")
 
@@ -81,12 +88,24 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
 
 
-def _choose(plans: list[Plan], config: Config, where: Circumstances, forecast: Forecast, fit: Fit | None) -> Plan:
+def _with_copies(plan: Plan, budget: int | None, forecast: Forecast) -> Plan:
+    """Forecast, with as many gathered copies kept as there is room for."""
+    found = forecast(plan)
+    if budget is None or not dropped(plan):
+        return found
+    if found.predicted.peak_bytes > budget:
+        return forecast(keeping_none(plan))
+    count = choose_unshard(plan, lambda p: forecast(p).predicted.peak_bytes <= budget)
+    kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
+    return _because(forecast(keeping(plan, count)), kept) if count else found
+
+
+def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
     """Asks for forecasts in the order of preference, until one fits as it is."""
     fitting: list[int] = []
     order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
     for stage in order:
-        plans[stage] = forecast(plans[stage])
+        plans[stage] = look(plans[stage], where.budget)
         if where.budget is None or plans[stage].predicted.peak_bytes <= where.budget:
             fitting.append(stage)
             break
@@ -194,6 +213,7 @@ def _at_stage(
         covered=inventory.covered,
     )
     plan = _with_messages(_with_reductions(plan, inventory, where.cluster), where.cluster)
+    plan = keeping(plan, 1) if stage == 3 else plan
     return predict(plan, inventory, where.states(config), where.cluster)
 
 
