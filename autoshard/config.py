@@ -39,7 +39,8 @@ def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:
 class Config:
     """What a user may tell autoshard. Every default means: find out.
 
-    zero: ZeRO stage 0 to 3, or "auto": the cheapest that fits into memory_budget.
+    zero: ZeRO stage 0 to 3, or "auto": the cheapest that fits into memory_budget. At stage 3 the gathered copy that backward
+        needs first is kept, and with a memory_budget as many as fit.
     mesh: None (all processes shard), {"replicate": 2, "shard": 4} (replicate=2,shard=4 on the command line), or
         a DeviceMesh with those axis names.
     memory_budget: bytes, "72GiB", "80GB", or a share of the device such as 0.9, a process.
@@ -145,7 +146,9 @@ class Config:
         legal = tuple(sorted(registry.PASSES))
         for name in self.disable_passes:
             _one_of("disable_passes", name, legal)
-        registry.pipeline_for(self.passes, self.disable_passes)
+        names = [p.name for p in registry.pipeline_for(self.passes, self.disable_passes)]
+        if self.compression and "compress" not in names[: names.index("lower") if "lower" in names else None]:
+            raise ConfigError("compression: no pass 'compress' before 'lower'; legal: passes with it, or compression=None")
 
     def _check_plan(self) -> None:
         changed = [f.name for f in fields(self) if f.name in _DECIDING and getattr(self, f.name) != f.default]

@@ -173,7 +173,7 @@ class FirstCall:
 
     def _chooses(self) -> bool:
         """Whether something depends on how much a step takes: nothing is simulated for its own sake here."""
-        limited = self.config.memory_budget is not None and self.config.recompute == "auto"
+        limited = self.config.memory_budget is not None and (self.config.recompute == "auto" or self.config.zero == 3)
         return limited or (self.config.zero == "auto" and self.world.size > 1)
 
     def _of_family(self, plan: Plan) -> Plan:

@@ -16,7 +16,7 @@ from autoshard.cost_model.optimizer import NAMED, Make
 from autoshard.errors import PlanError
 from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
-from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.passes.choose_zero import Circumstances, make_plan, predict
 from autoshard.plan import Plan
 from autoshard.runtime.fused_step import unfusable
 from autoshard.units import parse_bytes
@@ -43,7 +43,8 @@ def plan(
     forecast = forecaster(model, example_inputs, config, cluster, optimizer)
     pinned = pinned_plan(config, forecast.captured.inventory, cluster.world)
     if pinned is not None:
-        return forecast(pinned)
+        inventory, where = forecast.captured.inventory, circumstances(config, cluster)
+        return forecast(predict(pinned, inventory, where.states(config), cluster))
     return make_plan(forecast.captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
 
 

@@ -95,6 +95,9 @@ def _headline(plan: Plan) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in plan.axes)
     stages = sorted({g.degrees.stage for g in plan.groups if g.degrees.optimizer > 1})
     stage = "plain data parallel" if not stages else f"ZeRO-{stages[-1]}"
+    if len(stages) > 1 and stages[-1] == 3:
+        kept = sum(g.degrees.optimizer > 1 and g.degrees.parameter == 1 for g in plan.groups)
+        stage += f" ({counted(kept, 'gathered copy', 'gathered copies')} kept for backward)"
     if plan.leaves_alone:
         stage = "one process, left alone"
     precision = f", {plan.compute} compute" if plan.compute else ""

@@ -26,6 +26,7 @@ from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
 from autoshard.inventory import Inventory
+from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.passes.group_parameters import blocks_of
 from autoshard.plan import Plan
@@ -152,7 +153,8 @@ def _plans(inventory: Inventory, config: Config, where: Circumstances) -> list[P
     pinned = pinned_plan(config, inventory, where.cluster.world)
     if pinned is not None:
         return [pinned]
-    stages = _possible(at_stages(inventory, config, where), where.budget)
+    plans = [q for p in at_stages(inventory, config, where) for q in ((p, keeping_none(p)) if dropped(p) else (p,))]
+    stages = _possible(plans, where.budget)
     return [p for stage in stages for p in _recomputed(stage, config)]
 
 

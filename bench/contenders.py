@@ -62,10 +62,11 @@ def fsdp2(compiled: bool = False) -> Contender:
     """fully_shard on each decoder block and on the rest, at its defaults; blocks compiled one by one."""
     model: Any = reference.build_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for i, block in enumerate(model.model.layers):
+    blocks = reference.CHOSEN.blocks(model)
+    for i, block in enumerate(blocks):
         if compiled:
-            model.model.layers[i] = torch.compile(block)
-        fully_shard(model.model.layers[i], mesh=mesh)
+            blocks[i] = torch.compile(block)
+        fully_shard(blocks[i], mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _ordinary(model)
 

@@ -1,35 +1,74 @@
-"""The reference model and its data: a small Llama, the same in every process, batches that differ by rank."""
+"""The models that are compared on, and their data: the same in every process, batches that differ by rank.
+
+BENCH_MODEL in the environment says which one a job trains.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 2048
 BATCH = 4
 SEQUENCE = 128
 LEARNING_RATE = 1e-4
 CLIP = 1.0
-PARAMETERS = 4.2e6
+
+
+def _llama(hidden: int, inner: int, layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": hidden, "intermediate_size": inner, "max_position_embeddings": SEQUENCE}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, use_cache=False))
+
+
+def _gpt2() -> nn.Module:
+    """Without dropout, so that all contenders train the same."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": SEQUENCE, "n_embd": 256, "n_layer": 4, "n_head": 4}
+    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **without, use_cache=False))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model. words: what it is. parameters: about how many. inside: share of them in blocks; the rest need not be gathered
+    twice. blocks: the list of them, of such a model."""
+
+    words: str
+    parameters: float
+    inside: float
+    build: Callable[[], nn.Module]
+    blocks: Callable[[Any], nn.ModuleList]
+
+
+MODELS = {
+    "llama": Reference(
+        "a Llama of 4.2 M fp32 parameters (4 layers, hidden 256)", 4.2e6, 0.75, lambda: _llama(256, 688, 4), lambda m: m.model.layers
+    ),
+    "gpt2": Reference(
+        "a GPT-2 of 3.7 M fp32 parameters (4 layers, hidden 256)", 3.72e6, 0.85, _gpt2, lambda m: m.transformer.h
+    ),
+    "llama27m": Reference(
+        "a Llama of 27 M fp32 parameters (8 layers, hidden 512)", 27.3e6, 0.92, lambda: _llama(512, 1376, 8), lambda m: m.model.layers
+    ),
+}
+CHOSEN = MODELS[os.environ.get("BENCH_MODEL", "llama")]
 
 
 def build_model(seed: int = 0) -> nn.Module:
     """The model in fp32, equal for equal seeds; fails if it is not of the size that results quote."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=SEQUENCE,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).float().train()
+    model = CHOSEN.build().float().train()
     count = sum(p.numel() for p in model.parameters())
-    if abs(count / PARAMETERS - 1) > 0.02:
-        raise RuntimeError(f"the reference model has {count} parameters, not about {PARAMETERS:.0f}")
+    if abs(count / CHOSEN.parameters - 1) > 0.02:
+        raise RuntimeError(f"the reference model has {count} parameters, not about {CHOSEN.parameters:.0f}")
     return model
 
 

@@ -1,6 +1,6 @@
 """The results of a comparison: docs/performance.md, with a table for each rate and in words which targets hold, and a plot.
 
-python bench/report.py bench/results/step_time.json            # the text and the plot again from the figures
+python bench/report.py            # the text and the plots again from the figures
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reference import PARAMETERS  # noqa: E402
+from reference import MODELS, Reference  # noqa: E402
 from worker import WARM_UP, Measured  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TEXT = RESULTS.parent.parent / "docs" / "performance.md"
-FP32, PROCESSES = 4, 2  # bytes of a parameter; what takes part in a job
-BLOCKS = 0.75  # of the parameters; the rest need not be gathered twice
+FP32 = 4  # bytes of a parameter
 # Of its peer's step, at most: by rate (Mbit/s) and stage. Elsewhere no slower than the best peer of that stage.
 TARGETS = {(1000, "autoshard0", "ddp"): 1 / 1.5, (1000, "autoshard3", "fsdp2"): 1 / 1.8}
 PEERS = {
@@ -49,10 +48,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Steps:
-    """One job's step times: contenders that took turns, at one rate (0: unlimited)."""
+    """One job's step times: contenders that took turns, at one rate (0: unlimited), on so many hosts."""
 
     mbit: int
     measured: list[Measured]
+    model: str = "llama"
+    hosts: int = 2
+
+    @property
+    def reference(self) -> Reference:
+        """What was trained."""
+        return MODELS[self.model]
 
     def of(self, name: str) -> Measured:
         """The contender of this name."""
@@ -93,32 +99,36 @@ class Results:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Results:
         """The inverse of dataclasses.asdict."""
-        steps = [Steps(s["mbit"], [Measured(**m) for m in s["measured"]]) for s in value["steps"]]
+        steps = [Steps(**{**s, "measured": [Measured(**m) for m in s["measured"]]}) for s in value["steps"]]
         memory = [Measured(**m) for m in value["memory"]]
         return Results(Machine(**value["machine"]), memory, steps, value["skipped"], value["failures"])
 
 
-def travels(name: str) -> float:
+def travels(name: str, inside: float) -> float:
     """How often all parameters go over a link each way in a step, as (n-1)/n of their bytes, at least: gradients twice in an
     all-reduce, or once and parameters once; at stage 3 those of the blocks once more for backward."""
-    return 0 if name == "compute" else 2 + BLOCKS if "fsdp2" in name or name.endswith("3") else 2
+    return 0 if name == "compute" else 2 + inside if "fsdp2" in name or name.endswith("3") else 2
 
 
 def bound(job: Steps, name: str) -> float | None:
     """Seconds that no step can go below: the compute alone, or its bytes at the line's rate."""
     if not job.has("compute"):
         return None
-    sent = travels(name) * PARAMETERS * FP32 * (PROCESSES - 1) / PROCESSES
+    model = job.reference
+    sent = travels(name, model.inside) * model.parameters * FP32 * (job.hosts - 1) / job.hosts
     return max(statistics.median(job.of("compute").seconds), sent / (job.mbit * 1e6 / 8) if job.mbit else 0.0)
 
 
-def write(results: Results, folder: Path) -> str:
-    """The text, and the plot beside the figures: docs/performance.md where these are the published ones."""
-    text = markdown(results)
+def write(folder: Path) -> str:
+    """The text of all figures in a folder, and a plot beside each: docs/performance.md where these are the published ones."""
     published = folder.resolve() == RESULTS
+    files = sorted(folder.glob("step_time*.json"), key=lambda file: (len(file.stem), file.stem))
+    found = {file: Results.from_json(json.loads(file.read_text())) for file in files}
+    for file, results in found.items():
+        if results.steps:
+            draw(results, file.with_suffix(".png"))
+    text = markdown({f"{'../bench/results/' if published else ''}{f.stem}": r for f, r in found.items()})
     (TEXT if published else folder / "performance.md").write_text(text)
-    if results.steps:
-        draw(results, folder / "step_time.png")
     return text
 
 
@@ -146,30 +156,37 @@ def rate_text(mbit: int) -> str:
     return f"{mbit} Mbit/s" if mbit else "unlimited rate"
 
 
-def markdown(results: Results) -> str:
-    """The whole text."""
-    parts = [_preamble(results)]
-    for mbit in sorted({s.mbit for s in results.steps}, key=lambda mbit: -mbit or -math.inf):
-        jobs = [s for s in results.steps if s.mbit == mbit]
-        parts.append(f"## At {rate_text(mbit)}\n\n{_table(results, jobs)}")
-        parts.append(_targets(results, jobs))
-    parts.append(_losses(results))
-    parts += _list("Skipped", results.skipped) + _list("Failed", results.failures)
+def markdown(found: dict[str, Results]) -> str:
+    """The whole text. found: by where their plot is."""
+    parts = [_preamble()]
+    for plot, results in found.items():
+        parts += [_heading(results), f"![Step times]({plot}.png)"]
+        for mbit in sorted({s.mbit for s in results.steps}, key=lambda mbit: -mbit or -math.inf):
+            jobs = [s for s in results.steps if s.mbit == mbit]
+            parts.append(f"### At {rate_text(mbit)}\n\n{_table(results, jobs)}")
+            parts.append(_targets(results, jobs))
+        parts.append(_losses(results))
+        parts += _list("Skipped", results.skipped) + _list("Failed", results.failures)
     return "\n\n".join(parts) + "\n"
 
 
-def _preamble(results: Results) -> str:
-    m = results.machine
+def _heading(results: Results) -> str:
+    m, hosts = results.machine, results.steps[0].hosts if results.steps else 0
     rounds = max((len(c.seconds) for s in results.steps for c in s.measured), default=0)
+    words = results.steps[0].reference.words if results.steps else "nothing"
+    return (
+        f"## {words[0].upper()}{words[1:]}, {hosts} hosts\n\n"
+        f"{m.cpu}, {m.cores} cores; {m.hosts}, one process of one thread each; "
+        f"torch {m.torch}, {m.backend}; {m.date}; {rounds} rounds."
+    )
+
+
+def _preamble() -> str:
     return (
         "# Step time and memory against DDP, FSDP2 and DeepSpeed\n\n"
-        f"{m.cpu}, {m.cores} cores; {m.hosts}, one process of one thread each; "
-        f"torch {m.torch}, {m.backend}; {m.date}. "
-        "Written by `python bench/run.py`; the figures are in bench/results/step_time.json.\n\n"
-        "![Step times](../bench/results/step_time.png)\n\n"
-        "The reference model is a Llama of 4.2 M fp32 parameters (4 layers, hidden 256), 4 x 128 tokens a "
-        "rank, AdamW, gradients clipped to norm 1. Contenders take turns step by step, "
-        f"{rounds} timed rounds after {WARM_UP}; a step's time is that of the slower rank, a ratio is the "
+        "Written by `python bench/run.py`; the figures are in bench/results/step_time*.json.\n\n"
+        "4 x 128 tokens a rank, AdamW, gradients clipped to norm 1. Contenders take turns step by step, "
+        f"in rounds that are timed after {WARM_UP} others; a step's time is that of the slowest rank, a ratio is the "
         "median of the rounds' own ratios (at the targets also the middle half of them). `compute` is the "
         "compiled model without any communication. DeepSpeed runs in a job of its own beside ddp and fsdp2, "
         "and its ratios are to those. Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
@@ -274,7 +291,7 @@ def _memory_target(results: Results, ours: str, peer: str) -> str:
 
 
 def _losses(results: Results) -> str:
-    lines = ["## Losses after the last step", ""]
+    lines = ["### Losses after the last step", ""]
     for job in results.steps:
         last = ", ".join(f"{m.name} {m.losses[-1]:.5f}" for m in job.measured)
         lines.append(f"- {rate_text(job.mbit)}, {len(job.measured[0].losses)} steps: {last}")
@@ -282,9 +299,8 @@ def _losses(results: Results) -> str:
 
 
 def _list(title: str, lines: Sequence[str]) -> list[str]:
-    return [f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
+    return [f"### {title}\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 if __name__ == "__main__":
-    figures = Path(sys.argv[1])
-    print(write(Results.from_json(json.loads(figures.read_text())), figures.parent))
+    print(write(RESULTS))

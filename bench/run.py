@@ -1,8 +1,8 @@
-"""Compares autoshard with DDP, FSDP2 and DeepSpeed on this machine; writes docs/performance.md and bench/results/step_time.{json,png}.
+"""Compares autoshard with DDP, FSDP2 and DeepSpeed on this machine; writes docs/performance.md and bench/results/step_time*.{json,png}.
 
-    python bench/run.py [--quick] [--only ddp,fsdp2,autoshard0,autoshard3]
+    python bench/run.py [--quick] [--only ddp,fsdp2,autoshard0,autoshard3] [--model gpt2] [--hosts 4] [--rates 1000]
 
-Two hosts of one process and one thread each, first with unlimited links, then with links of 1000 and of 200 Mbit/s.
+Hosts of one process and one thread each, first with unlimited links, then with links of 1000 and of 200 Mbit/s.
 Without the right to make network namespaces only the unlimited half runs, on the loopback. Exits with 1 if a
 contender failed or did not train the same thing as DDP.
 """
@@ -28,6 +28,7 @@ sys.path.insert(0, str(HERE))
 import contenders  # noqa: E402
 import netns  # noqa: E402
 import report  # noqa: E402
+from reference import MODELS  # noqa: E402
 from report import Machine, Results, Steps  # noqa: E402
 from worker import Measured  # noqa: E402
 
@@ -42,6 +43,8 @@ LOSS_TOLERANCE = 1e-3
 class Driver:
     """Starts the jobs one after the other. scratch: compile caches and what workers write."""
 
+    model: str
+    hosts: int
     rounds: int
     scratch: Path
     namespaces: bool
@@ -50,14 +53,14 @@ class Driver:
     failures: list[str] = field(default_factory=list)
 
     def job(self, names: Sequence[str], mbit: int, caches: str, *options: str) -> list[Measured] | None:
-        """Runs one job on two hosts; None, and a line in `failures`, if it failed."""
+        """Runs one job; None, and a line in `failures`, if it failed."""
         self.count += 1
         out = self.scratch / f"{self.count}.json"
         arguments = [",".join(names), "--caches", str(self.scratch / caches), "--out", str(out), *options]
         command = [sys.executable, str(HERE / "worker.py"), *arguments]
         print(f"\n== {','.join(names)} {' '.join(options)} at {report.rate_text(mbit)}", flush=True)
         port = FIRST_PORT + self.count
-        job = netns.Job(command, 2, mbit, port, _environment(), self.timeout)
+        job = netns.Job(command, self.hosts, mbit, port, _environment(self.model), self.timeout)
         code = netns.run(job) if self.namespaces else netns.run_on_loopback(job)
         if code:
             why = "ran out of time" if code == netns.TIMED_OUT else f"exit status {code}"
@@ -78,14 +81,14 @@ class Driver:
         for members in (together, [*BASELINES, *apart] if apart else []):
             measured = self.job(members, mbit, "shared", "--steps", str(self.rounds)) if members else None
             if measured:
-                found.append(Steps(mbit, measured))
+                found.append(Steps(mbit, measured, self.model, self.hosts))
         return found
 
 
-def _environment() -> dict[str, str]:
-    """The workers' environment: one thread each, and the packages that this process imports."""
+def _environment(model: str) -> dict[str, str]:
+    """The workers' environment: one thread each, the model, and the packages that this process imports."""
     path = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    return {"OMP_NUM_THREADS": "1", "BENCH_MODEL": model, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def diverged(steps: Sequence[Steps]) -> list[str]:
@@ -123,16 +126,17 @@ def _measure(asked: argparse.Namespace, scratch: Path) -> Results:
     wanted = [*(b for b in BASELINES if b not in wanted), *wanted]
     absent = {n: why for n in wanted if (why := contenders.why_absent(n))}
     impossible = netns.why_impossible()
-    driver = Driver(5 if asked.quick else asked.rounds, scratch, not impossible, asked.timeout)
+    driver = Driver(asked.model, asked.hosts, 5 if asked.quick else asked.rounds, scratch, not impossible, asked.timeout)
     skipped = [f"{name}: {why}" for name, why in absent.items()]
-    memory = driver.memory([n for n in wanted if n not in absent])
+    possible = [n for n in wanted if n not in absent]
+    memory = {} if asked.no_memory else driver.memory(possible)
     steps: list[Steps] = []
-    for mbit in RATES:
+    for mbit in map(int, asked.rates.split(",")):
         if mbit and impossible:
             skipped.append(f"{report.rate_text(mbit)}: no network namespaces here ({impossible})")
         else:
-            steps += driver.steps(list(memory), mbit)
-    hosts = "two network namespaces" if not impossible else "two processes on the loopback"
+            steps += driver.steps(possible if asked.no_memory else list(memory), mbit)
+    hosts = "network namespaces" if not impossible else "processes on the loopback"
     failures = [*driver.failures, *diverged(steps)]
     return Results(machine(hosts), list(memory.values()), steps, skipped, failures)
 
@@ -145,9 +149,13 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="contenders, with commas between; ddp and fsdp2 always run"
     )
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rates", default=",".join(map(str, RATES)), help="Mbit/s, with commas between; 0: unlimited")
+    parser.add_argument("--no-memory", action="store_true", help="step times only")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one job may take")
     parser.add_argument(
-        "--results", type=Path, default=HERE / "results", help="folder for step_time.json and .png"
+        "--results", type=Path, default=HERE / "results", help="folder for figures and plots"
     )
     asked = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-bench-"))
@@ -156,9 +164,10 @@ def main() -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     asked.results.mkdir(parents=True, exist_ok=True)
-    (asked.results / "step_time.json").write_text(json.dumps(asdict(results), indent=1) + "\n")
-    text = report.write(results, asked.results)
-    print(f"\n{text}")
+    what = "" if asked.model == "llama" else f"_{asked.model}"
+    what += "" if asked.hosts == 2 else f"_{asked.hosts}_hosts"
+    (asked.results / f"step_time{what}.json").write_text(json.dumps(asdict(results), indent=1) + "\n")
+    print(f"\n{report.write(asked.results)}")
     for failure in results.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if results.failures else 0

@@ -78,16 +78,18 @@ def predict(case: Case, cluster: Cluster) -> Line:
     program, _, took, _ = forecaster.simulated(plan)
     link = [s for s in took.timeline.spans if s.stream == "link"]
     names = tuple(program.operations[s.operation].name.split(".")[1] for s in link)
-    return Line(took.seconds, names, tuple((s.start, s.end) for s in link), tuple(_gaps(took.timeline.spans)))
+    return Line(took.seconds, names, tuple((s.start, s.end) for s in link), tuple(_gaps(took.timeline.spans, took.timeline.seconds)))
 
 
-def _gaps(spans: Iterable[Any]) -> Iterable[Interval]:
-    """Between two kernels compute does nothing but wait."""
+def _gaps(spans: Iterable[Any], end: float) -> Iterable[Interval]:
+    """Between two kernels compute does nothing but wait, and behind the last one."""
     before = 0.0
     for span in (s for s in spans if s.stream == "compute"):
         if span.start - before > LEAST:
             yield before, span.start
         before = span.end
+    if end - before > LEAST:
+        yield before, end
 
 
 def measure(case: Case, scratch: Path) -> tuple[list[Line], float]:
@@ -142,6 +144,9 @@ def _off(c: Compared) -> str:
 
 def _collectives(c: Compared) -> Iterable[str]:
     """In the order in which they were issued, which must be the predicted one."""
+    for predicted, executed in zip(c.predicted.names, c.executed.names, strict=True):
+        if not predicted.startswith(executed):
+            raise RuntimeError(f"{c.case}: executed {c.executed.names}, predicted {c.predicted.names}")
     yield "| | collective | on the link at ms, predicted | executed |"
     yield "|---:|---|---:|---:|"
     for i, (name, predicted, executed) in enumerate(zip(c.predicted.names, c.predicted.flights, c.executed.flights)):

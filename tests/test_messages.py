@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
-from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.step import GroupCost
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError, PlanError
-from autoshard.passes.choose_message import UNMEASURED, choose_message
+from autoshard.passes.choose_message import PIECES, UNMEASURED, choose_message
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from tests.cluster import Cluster
@@ -38,10 +40,10 @@ class Sum(nn.Module):
         return self.layer(x).sum()
 
 
-def gradients(zero: int, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def gradients(zero: int, options: dict[str, Any], scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
     """Of the compiled model, whole, and each process's own."""
     model = Sum()
-    inputs = torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5))
+    inputs = scale * torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5))
     compiled: Any = torch.compile(rank0_copy(model), backend=autoshard.backend(config(zero, **options)))
     compiled(inputs[dist.get_rank()]).backward()
     return whole(compiled.layer.weight.grad), [x.expand(15, 8) for x in inputs]
@@ -66,6 +68,33 @@ def test_on_two_axes_sums_of_nodes_are_rounded_again(four: Cluster) -> None:
         torch.testing.assert_close(found, mean.bfloat16().float(), rtol=1e-6, atol=0)
 
 
+def test_sums_of_nodes_fit_where_every_gradient_does(four: Cluster) -> None:
+    """The largest number of fp16 is 65504."""
+    options = {"compression": "fp16", "mesh": {"replicate": 2, "shard": 2}}
+    for found, own in four.run(gradients, 3, options, 2.3e4):
+        assert max((own[0] + own[1]).abs().max(), (own[2] + own[3]).abs().max()) > 65504 > torch.stack(own).abs().max()
+        torch.testing.assert_close(found, sum(own) / 4, rtol=2e-3, atol=20)
+
+
+@pytest.mark.parametrize("zero", [0, in_full(1), in_full(2)])
+def test_what_waited_is_added_before_it_is_rounded(two: Cluster, zero: int) -> None:
+    for found, own in two.run(accumulated, zero):
+        mean = sum((2 * g).bfloat16().float() for g in own) / 2
+        expected = mean if zero else mean.bfloat16().float()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def accumulated(zero: int) -> tuple[Tensor, list[Tensor]]:
+    """As `gradients`, of two backwards, the first of which does not communicate at stages 0 and 1."""
+    model = rank0_copy(Sum())
+    inputs = torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, compression="bf16")))
+    with autoshard.no_sync(model):
+        compiled(inputs[dist.get_rank()]).backward()
+    compiled(inputs[dist.get_rank()]).backward()
+    return whole(model.layer.weight.grad), [x.expand(15, 8) for x in inputs]
+
+
 def test_what_travels_in_as_few_bits_anyway_is_left_alone(two: Cluster) -> None:
     for found, own in two.run(gradients, 2, {"compression": "bf16", "precision": "bf16"}):
         torch.testing.assert_close(found, sum(g.bfloat16().float() for g in own) / 2, rtol=1e-6, atol=0)
@@ -77,6 +106,11 @@ def test_compression_is_said_where_it_changes_something() -> None:
     plain = first_look(Sum(), config(0), Machines(2, 1, DEVICES["cpu"]))
     sent = {p.compression: sum(t.bytes for t in p.predicted.traffic) for p in (plan, plain)}
     assert 2 * sent["bf16"] == sent[""]
+    alone = first_look(Sum(), config(0, compression="bf16"), Machines(1, 1, DEVICES["cpu"]))
+    assert not alone.compression and any("no gradients travel in more bits" in why for why in alone.why)
+    for without in ({"disable_passes": ("compress",)}, {"passes": "name_parameters,lower,compress"}):
+        with pytest.raises(ConfigError, match="compression: no pass 'compress' before 'lower'"):
+            config(0, compression="bf16", **without)
     with pytest.raises(ConfigError, match="compression: 'fp32' is not legal; .*'bf16'"):
         config(0, compression="fp32")
     with pytest.raises(PlanError, match="compression: 'int8' is not legal"):
@@ -85,18 +119,27 @@ def test_compression_is_said_where_it_changes_something() -> None:
         replace(plain, message=-1)
 
 
-def _cut(name: str, zero: int, world: int, message: int) -> autoshard.Config:
+def _cut(name: str, zero: int, world: int, message: int, codegen: str = "eager", **options: Any) -> autoshard.Config:
     """A config whose plan has such messages."""
     case = CASES[name]
     batch = case.batch(torch.Generator())
-    plan = autoshard.plan(case.build(), batch, config(zero), Machines(1, world, DEVICES["cpu"]))
+    plan = autoshard.plan(case.build(), batch, config(zero, **options), Machines(1, world, DEVICES["cpu"]))
     assert not plan.message
-    return autoshard.Config(plan=replace(plan, message=message), codegen="eager", verbose=False, timeout=60)
+    return config("auto", plan=replace(plan, message=message), codegen=codegen, replicate_below="auto")
 
 
-@pytest.mark.parametrize(("name", "zero"), [("attention", 2), ("odd", 3), in_full("llama", 3)])
-def test_in_messages_that_cut_parameters(two: Cluster, name: str, zero: int) -> None:
-    for distance in two.run(measure, name, _cut(name, zero, 2, 300)):
+@pytest.mark.parametrize(
+    ("name", "zero", "codegen"),
+    [("attention", 2, "eager"), ("odd", 3, "eager"), in_full("llama", 3, "eager"), in_full("attention", 3, "inductor")],
+)
+def test_in_messages_that_cut_parameters(two: Cluster, name: str, zero: int, codegen: str) -> None:
+    for distance in two.run(measure, name, _cut(name, zero, 2, 300, codegen)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.full
+def test_in_messages_over_two_axes(four: Cluster) -> None:
+    for distance in four.run(measure, "odd", _cut("odd", 3, 4, 300, mesh={"replicate": 2, "shard": 2})):
         assert distance.worst <= TOLERANCE, distance
 
 
@@ -106,17 +149,29 @@ def test_in_messages_over_three_processes(three: Cluster) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
+def _group(processes: int, elements: int = 2**21) -> GroupCost:
+    return GroupCost(elements, elements, 4, 4, 4, processes, processes, processes, 1, "all_to_all")
+
+
 def test_messages_are_cut_where_smaller_ones_take_less() -> None:
-    cpu, over = DEVICES["cpu"], Group(2, 2)
+    cpu = DEVICES["cpu"]
 
     def chosen(seconds: tuple[float, ...]) -> int:
         table = tuple(zip((MIB / 2, MIB, 2 * MIB, 8 * MIB), seconds))
         measured = replace(cpu, tables={"all_gather@2/2": table, "all_to_all@2/2": table})
-        return choose_message("all_to_all", over, Machines(2, 1, measured))
+        return choose_message(_group(2), Machines(2, 1, measured))
 
     assert chosen((0.5, 1, 2, 8)) == 0
     assert chosen((0.5, 1, 3, 14)) == MIB
     assert chosen((0.9, 1.5, 2, 8.5)) == 0
-    assert choose_message("all_to_all", over, Machines(2, 1, cpu)) == UNMEASURED
-    assert choose_message("all_to_all", Group(2), Machines(1, 2, cpu)) == 0
-    assert choose_message("reduce_scatter", Group(16, 2), Machines(2, 8, DEVICES["h100"])) == 0
+    assert choose_message(_group(2), Machines(2, 1, cpu)) == 2 * UNMEASURED
+    assert choose_message(_group(2), Machines(1, 2, cpu)) == 0
+    assert choose_message(_group(2, 1000), Machines(2, 1, cpu)) == 0
+    assert choose_message(_group(16), Machines(2, 8, DEVICES["h100"])) == 0
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 2**34))
+def test_a_group_goes_in_a_handful_of_messages(per_node: int, nodes: int, elements: int) -> None:
+    group = _group(nodes * per_node, elements)
+    most = choose_message(group, Machines(nodes, per_node, DEVICES["cpu"]))
+    assert not most or 4 * elements <= PIECES * most

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +29,7 @@ from autoshard.passes.choose_zero import make_plan
 from autoshard.passes.dump import Dump
 from autoshard.passes.early_matmuls import EarlyMatmuls
 from autoshard.passes.manager import PassManager
+from autoshard.passes.overlap import Overlap
 from autoshard.plan import Plan
 from autoshard.runtime.processes import World, build_mesh, name_of_everyone
 from autoshard.runtime.shard import Sharder
@@ -369,3 +370,28 @@ def test_a_pass_that_leaves_a_bad_graph_is_named() -> None:
     gm = torch.fx.symbolic_trace(lambda x: torch.relu(x))
     with pytest.raises(PassError, match="careless left"):
         manager.run(("code",), gm, Context(plan_for(model, 3)))
+
+
+def test_collectives_of_the_model_itself_stay_where_they_are() -> None:
+    """Here all buckets depend on one; moving what follows from it would move them too."""
+    ops, graph = torch.ops._c10d_functional, Graph()
+    x = graph.placeholder("x")
+
+    def called(op: Any, *args: Any, **meta: str) -> Node:
+        node = graph.call_function(op, args)
+        node.meta.update(meta)
+        return node
+
+    own = called(ops.wait_tensor.default, called(ops.all_reduce.default, x, "sum", "0"))
+    parts = []
+    for i in range(4):
+        part = {"part_of": "autoshard.reduce_bucket.default", "part": f"bucket{i}"}
+        flying = [called(ops.reduce_scatter_tensor.default, own, "sum", 2, "0", **part) for _ in range(2)]
+        parts += [called(ops.wait_tensor.default, one, **part) for one in flying]
+    graph.output(tuple(parts))
+    gm = Overlap().run(GraphModule({}, graph), Context(plan_for(Blocks(), 3), phase="backward"))
+    gm.graph.lint()
+    found = [str(node.target).split(".")[1][:6] for node in gm.graph.nodes if node.op == "call_function"]
+    begin, rest = ["all_re", "wait_t"], ["reduce", "reduce", "wait_t", "wait_t"]
+    assert found == begin + ["reduce"] * 6 + ["wait_t"] * 2 + ["reduce"] * 2 + ["wait_t"] * 6, found
+    assert sorted(found) == sorted(begin + 4 * rest)

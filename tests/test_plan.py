@@ -104,6 +104,32 @@ def test_hsdp_is_a_point_of_the_same_space() -> None:
     assert {t.collective for t in plan.predicted.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+def _simulated(plan: Plan) -> Plan:
+    """As if a step without activations had been."""
+    return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, seconds={"compute": 1.0}))
+
+
+def test_copies_are_kept_for_a_budget_only_where_a_step_was_simulated() -> None:
+    """Nobody knows what activations take."""
+    plan = make_plan(_blocks(), Config(zero=3, memory_budget=2**30), _where(8, 2**30))
+    assert _kept(plan) == ["layers.3"]
+
+
+def test_no_copy_is_kept_where_not_even_one_fits() -> None:
+    def forecast(plan: Plan) -> Plan:
+        memory = {"gathered": 100 if _kept(plan) else 50}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory))
+
+    plans = [make_plan(_blocks(), Config(zero=3, memory_budget=b), _where(8, b), forecast) for b in (60, 120)]
+    assert [_kept(plan) for plan in plans] == [[], ["layers.3"]]
+    assert any("no gathered copy kept" in why for why in plans[0].why)
+
+
+def test_the_only_group_is_gathered_again() -> None:
+    plan = make_plan(Inventory("Net", (_info("up.weight", 256, 256),)), Config(zero=3), _where(8))
+    assert not _kept(plan)
+
+
 def _kept(plan: Plan) -> list[str]:
     return [g.name for g in plan.groups if g.degrees.optimizer > 1 and g.degrees.parameter == 1]
 
@@ -116,12 +142,12 @@ def test_a_budget_says_how_many_gathered_copies_are_kept() -> None:
     kept = []
     for budget in range(1, 2**23, 2**16):
         try:
-            plan = make_plan(_blocks(), Config(zero=3, memory_budget=budget), _where(8, budget))
+            plan = make_plan(_blocks(), Config(zero=3, memory_budget=budget), _where(8, budget), _simulated)
         except BudgetError:
             assert not kept
             continue
         assert plan.predicted.peak_bytes <= budget
         kept.append(_kept(plan))
-    assert {len(names) for names in kept} >= {0, 1, 2, 5}
+    assert kept[0] == ["layers.3"] and {len(names) for names in kept} >= {1, 2, 3, 5}
     assert all(set(fewer) <= set(more) for fewer, more in zip(kept, kept[1:]))
     assert {t.messages for t in plan.predicted.traffic if t.collective == "all_gather"} == {len(plan.groups) - 1}

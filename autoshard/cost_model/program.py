@@ -227,7 +227,12 @@ def category_of(node: Node) -> Category:
 
 
 def _feeds_gather(node: Node) -> bool:
-    return any("all_gather" in str(u.target) or (aliased(u) is not None and _feeds_gather(u)) for u in node.users)
+    return any("all_gather" in str(u.target) or (_is_same(u) and _feeds_gather(u)) for u in node.users)
+
+
+def _is_same(node: Node) -> bool:
+    """Whether a node gives what it is given, or one of several that it is given."""
+    return aliased(node) is not None or node.target is operator.getitem
 
 
 def pieces_of(value: Value) -> Iterator[int]:

@@ -66,12 +66,12 @@ def _gathered(groups: tuple[GroupCost, ...]) -> int:
     bytes_of = [(g, g.elements * g.compute_itemsize) for g in groups if g.optimizer_degree > 1]
     kept = sum(b for g, b in bytes_of if g.parameter_degree == 1)
     passing = sorted((b for g, b in bytes_of if g.parameter_degree > 1), reverse=True)
-    return kept + sum(passing[:2])
+    return max(kept + sum(passing[:1]), sum(passing[:2]))  # those used last are kept: no two others are alive beside them
 
 
 def _buckets(groups: tuple[GroupCost, ...]) -> int:
     """The whole gradients of the group in reduction, and the flat copy that travels."""
-    sizes = [2 * g.reduced_bytes for g in groups if g.optimizer_degree * g.replicas > 1]
+    sizes = [g.trained * g.compute_itemsize + g.reduced_bytes for g in groups if g.optimizer_degree * g.replicas > 1]
     return max(sizes, default=0)
 
 

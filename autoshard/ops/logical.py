@@ -77,13 +77,13 @@ def _sum_here(flats: Sequence[Tensor], dtype: torch.dtype, size: int, group: str
 def _mean_of_compressed(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
     """This process's rows of the mean, of what travels in fewer bits than `dtype`, in which every process sums. Copies of the same
     rows are made equal again by what one of them has of the mean, so in those bits."""
-    flat = _sum_here(flats, dtype, layout.size, layout.group) if layout.sharded else flats[0]
+    flat = _sum_here(flats, dtype, layout.size, layout.group) / layout.size if layout.sharded else flats[0]
     if not layout.replicas:
-        return flat / layout.mean_over
+        return flat
     elements, copies = flat.numel(), layout.copies
     flat = flat.to(layout.compress)
     flat = torch.nn.functional.pad(flat, (0, -elements % copies)) if elements % copies else flat
-    part = (_sum_here([flat], dtype, copies, layout.replicas) / layout.mean_over).to(layout.compress)
+    part = (_sum_here([flat], dtype, copies, layout.replicas) / copies).to(layout.compress)
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, copies, layout.replicas))
     return whole[:elements]
 

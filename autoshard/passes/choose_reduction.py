@@ -12,7 +12,7 @@ from autoshard.plan import REDUCTIONS
 def choose_reduction(cost: GroupCost, cluster: Cluster) -> str:
     """The faster one for the gradients of a group of parameters."""
     over = cluster.group(cost.optimizer_degree)
-    if cost.compressed:  # no transport sums in another dtype than it carries
+    if cost.compressed and over.size > 1:  # no transport sums in another dtype than it carries
         return REDUCTIONS[1]
     if cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
         return REDUCTIONS[0]

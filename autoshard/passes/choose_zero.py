@@ -94,10 +94,18 @@ def _with_copies(plan: Plan, budget: int | None, forecast: Forecast) -> Plan:
     if budget is None or not dropped(plan):
         return found
     if found.predicted.peak_bytes > budget:
-        return forecast(keeping_none(plan))
-    count = choose_unshard(plan, lambda p: forecast(p).predicted.peak_bytes <= budget)
+        none = _because(forecast(keeping_none(plan)), "no gathered copy kept for backward: the budget has no room")
+        return none if none.predicted.peak_bytes < found.predicted.peak_bytes else found
+    if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
+        return found
+    count = choose_unshard(plan, lambda p: _at_most(forecast(p).predicted) <= budget)
     kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
     return _because(forecast(keeping(plan, count)), kept) if count else found
+
+
+def _at_most(predicted: Prediction) -> float:
+    """Bytes that a step may take, fragments and what predictions have been off by in them."""
+    return max(predicted.peak_bytes, predicted.reserved or 0) * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))
 
 
 def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
@@ -212,14 +220,17 @@ def _at_stage(
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
-    plan = _with_messages(_with_reductions(plan, inventory, where.cluster), where.cluster)
-    plan = keeping(plan, 1) if stage == 3 else plan
+    plan = _with_messages(_with_reductions(plan, inventory, where.cluster), inventory, where.cluster)
+    plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     return predict(plan, inventory, where.states(config), where.cluster)
 
 
 def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    chosen = [choose_reduction(cost, cluster) for cost in _costs(plan, inventory)]
+    costs = _costs(plan, inventory)
+    chosen = [choose_reduction(cost, cluster) for cost in costs]
     plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
+    if plan.compression and (plan.leaves_alone or not any(cost.compressed for cost in costs)):
+        return _because(replace(plan, compression=""), f"compression={plan.compression!r}: no gradients travel in more bits")
     if plan.compression:
         return _because(plan, f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
     if "all_to_all" not in chosen:
@@ -227,14 +238,15 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     return _because(plan, "gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
 
 
-def _with_messages(plan: Plan, cluster: Cluster) -> Plan:
-    sharded = [g for g in plan.groups if g.degrees.optimizer > 1]
+def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    sharded = [cost for cost in _costs(plan, inventory) if cost.optimizer_degree > 1]
     if not sharded:
         return plan
-    most = choose_message(sharded[-1].reduction, cluster.group(plan.shard_size), cluster)
+    largest = max(sharded, key=lambda cost: cost.elements)
+    most = choose_message(largest, cluster)
     if not most:
         return plan
-    return _because(replace(plan, message=most), f"messages of at most {bytes_text(most)}: the links carry more of those in a second")
+    return _because(replace(plan, message=most), f"messages of at most {bytes_text(most)}: gloo fills links better with those")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:

@@ -54,9 +54,14 @@ def leads_to(node: Node, *targets: Any) -> bool:
     return callee(node).endswith(("to_local", "detach")) and all(leads_to(user, *targets) for user in node.users)
 
 
+def gathers(node: Node) -> bool:
+    """Whether a node is a gather of parameters; a model may have some of its own."""
+    return is_call(node, GATHER) and "unshard" in node.meta.get("part_of", "")
+
+
 def reduces(node: Node) -> bool:
     """Whether a node is a collective of gradients: where they are compressed, a gather may be too."""
-    return is_call(node, *REDUCTIONS) or (is_call(node, GATHER) and "reduce" in node.meta.get("part_of", ""))
+    return is_call(node, GATHER, *REDUCTIONS) and "reduce" in node.meta.get("part_of", "")
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
@@ -155,7 +160,7 @@ def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
 
 
 def _cast(value: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
-    """As AOTAutograd has left casts in the rest of the graph: Inductor knows no others."""
+    """In the form that Inductor takes; what is run op by op takes it as well."""
     return torch.ops.prims.convert_element_type.default(value, dtype)  # type: ignore[no-any-return]
 
 

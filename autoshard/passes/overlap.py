@@ -44,7 +44,7 @@ class Overlap:
         return gm
 
     def _prefetch(self, gm: GraphModule) -> None:
-        buckets = _messages([g for g in graphs.calls(gm, graphs.GATHER) if not graphs.reduces(g)])
+        buckets = _messages([node for node in gm.graph.nodes if graphs.gathers(node)])
         waits = [next(iter(bucket[-1].users)) for bucket in buckets]
         head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
         for i, bucket in enumerate(buckets):
