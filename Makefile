@@ -2,6 +2,7 @@
 # make test    the tests that CI runs          make test-all   the whole matrix
 # make check   ruff and strict typing          make bench      side by side with DDP, FSDP2, DeepSpeed
 # make bench-accuracy   predictions beside measurements: docs/accuracy.md
+# make bench-links      what a line carries, and a step's timeline as predicted and as executed: bench/results/timeline.md
 # make bench-recompute  memory against time beside torch's ways to recompute: bench/results/recompute.md
 # TORCH=2.11.0 any of these on another torch; its environment lies beside the first
 
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Modules are compiled when they are imported; most never are.
 export PIP_NO_COMPILE := 1
 
-.PHONY: demo test test-alone test-together test-all check bench bench-accuracy bench-recompute wheel clean
+.PHONY: demo test test-alone test-together test-all check bench bench-accuracy bench-links bench-recompute wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),75MiB)
@@ -41,6 +42,11 @@ bench: $(VENV)/ready
 
 bench-accuracy: $(VENV)/ready
 	$(BIN)/python bench/accuracy.py
+
+bench-links: $(VENV)/ready
+	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
+	$(BIN)/python bench/messages.py
+	$(BIN)/python bench/timeline.py
 
 bench-recompute: $(VENV)/ready
 	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"

@@ -203,6 +203,10 @@ class Plan:
     def _policies(self) -> dict[str, str]:
         return dict(self.recompute)
 
+    def because(self, *why: str) -> Plan:
+        """The plan with these reasons too."""
+        return replace(self, why=(*self.why, *why))
+
     def policy_of(self, block: str | None) -> str:
         """What backward finds saved of a block ("model.layers.3"); of what lies outside of blocks torch decides."""
         return self._policies.get(block or "", "none")

@@ -95,6 +95,23 @@ def accumulated(zero: int) -> tuple[Tensor, list[Tensor]]:
     return whole(model.layer.weight.grad), [x.expand(15, 8) for x in inputs]
 
 
+def scaled(zero: int) -> tuple[bool, float]:
+    """Of a step in which one process's gradients are too large for fp16: whether parameters changed, and the scale after it."""
+    model = rank0_copy(Sum())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, compression="fp16", replicate_below="auto")))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = model.layer.weight.detach().clone()
+    scaler.scale(compiled(torch.full((8,), 1e3 if dist.get_rank() else 1.0))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return not torch.equal(whole(model.layer.weight.detach()), before), scaler.get_scale()
+
+
+@pytest.mark.parametrize("zero", [2, in_full(0), in_full(3)])
+def test_a_gradient_too_large_for_its_bits_skips_the_step_on_all(two: Cluster, zero: int) -> None:
+    assert two.run(scaled, zero) == [(False, 512.0)] * 2
+
+
 def test_what_travels_in_as_few_bits_anyway_is_left_alone(two: Cluster) -> None:
     for found, own in two.run(gradients, 2, {"compression": "bf16", "precision": "bf16"}):
         torch.testing.assert_close(found, sum(g.bfloat16().float() for g in own) / 2, rtol=1e-6, atol=0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoshard.plan import ParameterGroup, Plan
+from autoshard.plan import ParameterGroup, Plan, Prediction
+from autoshard.units import counted
 
 
 def dropped(plan: Plan) -> list[ParameterGroup]:
@@ -26,15 +27,35 @@ def keeping(plan: Plan, count: int) -> Plan:
 
 
 def keeping_none(plan: Plan) -> Plan:
-    """The plan with every copy dropped that is sharded as those that are."""
+    """The plan of a stage 3 with every copy dropped."""
     groups = (replace(g, degrees=replace(g.degrees, parameter=g.degrees.gradient)) for g in plan.groups)
     return replace(plan, groups=tuple(groups))
 
 
-def choose_unshard(plan: Plan, fits: Callable[[Plan], bool]) -> int:
-    """How many more copies can be kept: the most that fit, if the plan itself does."""
-    fewest, most = 0, len(dropped(plan))
+def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
+    """Forecast, and at stage 3 with as many copies kept as the budget has room for. None: no budget was said."""
+    found = forecast(plan)
+    if budget is None or not dropped(plan):
+        return found
+    if found.predicted.peak_bytes > budget:
+        none = forecast(keeping_none(plan)).because("no gathered copy kept for backward: the budget has no room")
+        return none if none.predicted.peak_bytes < found.predicted.peak_bytes else found
+    if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
+        return found
+    count = _most(len(dropped(plan)), lambda more: _at_most(forecast(keeping(plan, more)).predicted) <= budget)
+    kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
+    return forecast(keeping(plan, count)).because(kept) if count else found
+
+
+def _most(of: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `of` that fits; 0 does."""
+    fewest, most = 0, of
     while fewest < most:
         middle = (fewest + most + 1) // 2
-        fewest, most = (middle, most) if fits(keeping(plan, middle)) else (fewest, middle - 1)
+        fewest, most = (middle, most) if fits(middle) else (fewest, middle - 1)
     return fewest
+
+
+def _at_most(predicted: Prediction) -> float:
+    """Bytes that a step may take, fragments and what predictions have been off by in them."""
+    return max(predicted.peak_bytes, predicted.reserved or 0) * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))

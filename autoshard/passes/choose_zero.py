@@ -16,7 +16,7 @@ from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.passes.choose_message import choose_message
 from autoshard.passes.choose_reduction import choose_reduction
-from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping, keeping_none
+from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
@@ -60,7 +60,7 @@ def make_plan(
     plans = at_stages(inventory, config, where)
 
     def look(plan: Plan, budget: int | None) -> Plan:
-        return _with_copies(plan, budget, lambda p: forecast(predict(p, inventory, where.states(config), where.cluster)))
+        return choose_unshard(plan, budget, lambda p: forecast(predict(p, inventory, where.states(config), where.cluster)))
 
     if config.zero == "auto":
         return _choose(plans, config, where, look, fit)
@@ -69,7 +69,7 @@ def make_plan(
     if budget is not None:
         plan = _fitted(plan, budget, fit)
     _check_budget([plan], config, where)
-    return _because(plan, f"zero={config.zero} was asked for")
+    return plan.because(f"zero={config.zero} was asked for")
 
 
 def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:
@@ -88,26 +88,6 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
 
 
-def _with_copies(plan: Plan, budget: int | None, forecast: Forecast) -> Plan:
-    """Forecast, with as many gathered copies kept as there is room for."""
-    found = forecast(plan)
-    if budget is None or not dropped(plan):
-        return found
-    if found.predicted.peak_bytes > budget:
-        none = _because(forecast(keeping_none(plan)), "no gathered copy kept for backward: the budget has no room")
-        return none if none.predicted.peak_bytes < found.predicted.peak_bytes else found
-    if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
-        return found
-    count = choose_unshard(plan, lambda p: _at_most(forecast(p).predicted) <= budget)
-    kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
-    return _because(forecast(keeping(plan, count)), kept) if count else found
-
-
-def _at_most(predicted: Prediction) -> float:
-    """Bytes that a step may take, fragments and what predictions have been off by in them."""
-    return max(predicted.peak_bytes, predicted.reserved or 0) * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))
-
-
 def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
     """Asks for forecasts in the order of preference, until one fits as it is."""
     fitting: list[int] = []
@@ -123,7 +103,7 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
     if not fitting:
         _check_budget(plans, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
-    return _because(plans[chosen], *(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
+    return plans[chosen].because(*(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
@@ -134,8 +114,7 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
     if not found.recompute or before is None:
         return found
     more = (found.predicted.step_seconds or 0.0) / before - 1
-    return _because(
-        found,
+    return found.because(
         f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward, to go from "
         f"{bytes_text(plan.predicted.peak_bytes)} to {bytes_text(found.predicted.peak_bytes)}; {more:+.1%} of a step's time",
     )
@@ -230,12 +209,12 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     chosen = [choose_reduction(cost, cluster) for cost in costs]
     plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
     if plan.compression and (plan.leaves_alone or not any(cost.compressed for cost in costs)):
-        return _because(replace(plan, compression=""), f"compression={plan.compression!r}: no gradients travel in more bits")
+        return replace(plan, compression="").because(f"compression={plan.compression!r}: no gradients travel in more bits")
     if plan.compression:
-        return _because(plan, f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
+        return plan.because(f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
     if "all_to_all" not in chosen:
         return plan
-    return _because(plan, "gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
+    return plan.because("gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
 
 
 def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
@@ -246,7 +225,7 @@ def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     most = choose_message(largest, cluster)
     if not most:
         return plan
-    return _because(replace(plan, message=most), f"messages of at most {bytes_text(most)}: gloo fills links better with those")
+    return replace(plan, message=most).because(f"messages of at most {bytes_text(most)}: gloo fills links better with those")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
@@ -297,7 +276,3 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
 
 def _itemsize(name: str, otherwise: int) -> int:
     return dtype_named(name).itemsize if name else otherwise
-
-
-def _because(plan: Plan, *why: str) -> Plan:
-    return replace(plan, why=(*plan.why, *why))
