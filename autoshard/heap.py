@@ -10,7 +10,8 @@ _T = TypeVar("_T")
 
 def alive(cls: type[_T]) -> list[_T]:
     """Every instance of `cls` that Python's garbage collector tracks; by type(), since `isinstance` asks proxies. Types
-    first: they are few, and the objects of a process that compiles a million."""
+    first: they are few, and the objects of a process that compiles a million; and by what they inherit, since abstract classes
+    ask and remember all of their subclasses."""
     objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, cls)}
+    kinds = {kind for kind in set(map(type, objects)) if cls in kind.__mro__}
     return [found for found in objects if type(found) in kinds] if kinds else []

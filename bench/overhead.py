@@ -117,8 +117,13 @@ def autoshard3_blocks(model: Deep) -> Any:
     return model
 
 
+def compiled_alone(model: Deep) -> Any:
+    """torch.compile of the whole model on each process by itself: nothing sharded, nothing reduced."""
+    return torch.compile(model)
+
+
 CONTENDERS: dict[str, Callable[[Deep], Any]] = {
-    f.__name__: f for f in (fsdp2_compiled, fsdp2, autoshard3, autoshard3_eager, autoshard3_blocks)
+    f.__name__: f for f in (fsdp2_compiled, fsdp2, autoshard3_blocks, autoshard3, autoshard3_eager, compiled_alone)
 }
 
 
