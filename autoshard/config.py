@@ -14,13 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_or_own
 from autoshard.errors import ConfigError
-from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POLICIES, Plan
+from autoshard.plan import COMPRESSIONS, HIERARCHIES, OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "triton", "eager")
 MESH_AXES = ("replicate", "shard")
-_DECIDING = ("zero", "mesh", "memory_budget", "recompute", "precision", "compression", "buffers", "replicate_below")
+_DECIDING = (
+    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "hierarchy", "buffers", "replicate_below"
+)
 
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
@@ -51,6 +53,9 @@ class Config:
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
         change: each process's gradients are rounded, and once more the mean of those that are whole on several processes.
+    hierarchy: how rows travel where there are several nodes of several processes. "flat": in one step over all of them.
+        "two_level": parameters between nodes and then inside of them, gradients the other way round. "hpz": so too, and at stage 3
+        each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" where it is faster.
     codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
         stand together are one kernel each).
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of
@@ -77,6 +82,7 @@ class Config:
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     precision: str | MixedPrecisionPolicy | None = None
     compression: Literal["bf16", "fp16"] | None = None
+    hierarchy: Literal["auto", "flat", "two_level", "hpz"] = "auto"
     codegen: Literal["inductor", "triton", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
     optimizer: str = "adamw"
@@ -95,6 +101,7 @@ class Config:
         _one_of("zero", self.zero, ("auto", 0, 1, 2, 3))
         _one_of("recompute", self.recompute, ("auto", *POLICIES))
         _one_of("compression", self.compression, (None, *COMPRESSIONS))
+        _one_of("hierarchy", self.hierarchy, HIERARCHIES)
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))

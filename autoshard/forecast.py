@@ -189,12 +189,12 @@ def _step(program: Program, curve: Curve, took: StepTime) -> Step:
 def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
     groups = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
-    return (*groups, plan.compression, plan.message)
+    return (*groups, plan.compression, plan.message, plan.node)
 
 
 def _regathered(plan: Plan) -> Key:
     """What of it they show after that, but for what is computed again."""
-    return (*_layouts(plan), *(g.degrees.parameter > 1 for g in plan.groups))
+    return (*_layouts(plan), *(g.degrees.parameter for g in plan.groups))
 
 
 def _better(plan: Plan, than: Plan, budget: int) -> bool:

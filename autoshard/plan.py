@@ -15,6 +15,7 @@ from autoshard.errors import PlanError
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
 COMPRESSIONS = ("bf16", "fp16")
+HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -25,7 +26,8 @@ OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad
 class Degrees:
     """Over how many processes each of the three lies. ZeRO-0 to 3, HSDP and MiCS are points of this space.
 
-    parameter: 1 keeps the gathered copy from forward to backward, more drops and gathers it again.
+    parameter: 1 keeps the gathered copy from forward to backward, more drops and gathers it again: over all processes that share
+        the rows, or over those of a node, which keep a copy between them (hpZ).
     gradient: 1 lets whole gradients accumulate, more keeps only this process's rows.
     optimizer: over how many processes parameter rows and optimizer state lie at rest; 1 is plain replication.
     """
@@ -37,10 +39,8 @@ class Degrees:
     def __post_init__(self) -> None:
         if not 1 <= self.parameter <= self.gradient <= self.optimizer:
             raise PlanError(f"degrees: {self} is not legal; legal: 1 <= parameter <= gradient <= optimizer")
-        if {self.parameter, self.gradient} - {1, self.optimizer}:
-            raise PlanError(
-                f"degrees: {self} is not supported; legal: parameter and gradient are 1 or the optimizer's"
-            )
+        if self.gradient not in (1, self.optimizer):
+            raise PlanError(f"degrees: {self} is not supported; legal: gradient is 1 or the optimizer's")
 
     @staticmethod
     def of_stage(stage: int, size: int) -> Degrees:
@@ -138,6 +138,8 @@ class Plan:
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
+    node: processes of a node, where gathers go between nodes first and then inside of them, and reductions the other way round;
+        0: each in one step over all processes.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
     regions: blocks that repeat can be traced once for all of them.
@@ -151,6 +153,7 @@ class Plan:
     reduce: str = ""
     compression: str = ""
     message: int = 0
+    node: int = 0
     buffers: str = "broadcast"
     recompute: tuple[tuple[str, str], ...] = ()
     regions: bool = False
@@ -166,7 +169,13 @@ class Plan:
         size = math.prod(n for _, n in self.axes)
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
+        self._check_node()
         for group in self.groups:
+            if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
+                raise PlanError(
+                    f"plan: group {group.name!r} is gathered again over {group.degrees.parameter} processes; "
+                    f"legal: 1, those of a node ({self.node}), or {group.degrees.optimizer}"
+                )
             if group.degrees.optimizer not in (1, self.shard_size):
                 raise PlanError(
                     f"plan: group {group.name!r} shards over {group.degrees.optimizer} processes; "
@@ -178,6 +187,19 @@ class Plan:
                 raise PlanError(
                     f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}"
                 )
+
+    def _check_node(self) -> None:
+        if isinstance(self.node, bool) or not isinstance(self.node, int) or self.node < 0:
+            raise PlanError(f"plan: node: {self.node!r} is not legal; legal: processes, 0 or more")
+        if not self.node:
+            return
+        if self.shard_size != self.world or not 1 < self.node < self.world or self.world % self.node:
+            raise PlanError(
+                f"plan: node: {self.node} processes a node is not legal on axes {dict(self.axes)}; legal: a part of "
+                f"{self.world} between 1 and all, where all processes shard"
+            )
+        if any(group.ranks for group in self.groups):
+            raise PlanError("plan: node: groups name ranks; legal only where all processes hold rows")
 
     @property
     def shard_size(self) -> int:
@@ -289,6 +311,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         reduce=data.get("reduce", ""),
         compression=data.get("compression", ""),
         message=data.get("message", 0),
+        node=data.get("node", 0),
         buffers=data.get("buffers", "broadcast"),
         recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),
         regions=data.get("regions", False),

@@ -21,7 +21,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
 from autoshard.ops.block import Block, block_named
-from autoshard.ops.layout import Layout, layout_of
+from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.dump import Dump
@@ -181,6 +181,8 @@ def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:
         found[axis] = cluster.group(size, stride)
         stride *= size
     everyone = cluster.group(plan.world)
+    if plan.node:
+        found |= {INSIDE: cluster.group(plan.node), ACROSS: cluster.group(plan.world // plan.node, plan.node)}
     return {**found, "+".join(a for a, n in plan.axes if n > 1): everyone, EVERYONE: everyone}
 
 

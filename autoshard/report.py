@@ -102,7 +102,8 @@ def _headline(plan: Plan) -> str:
         stage = "one process, left alone"
     precision = f", {plan.compute} compute" if plan.compute else ""
     precision += f", gradients in {plan.compression}" if plan.compression else ""
-    return f"Plan {plan.hash}: {counted(plan.world, 'process', 'processes')} ({axes}), {stage}{precision}"
+    nodes = f", nodes of {plan.node}" if plan.node else ""
+    return f"Plan {plan.hash}: {counted(plan.world, 'process', 'processes')} ({axes}), {stage}{precision}{nodes}"
 
 
 def _groups_table(plan: Plan) -> Table:

@@ -77,8 +77,8 @@ def test_no_algorithm_beats_the_links(name: str, doublings: int, per_node: int, 
 def test_groups_lie_on_as_few_nodes_as_their_places_say() -> None:
     cluster = Cluster(4, 8, DEVICES["h100"])
     assert cluster.group(32) == Group(32, 4) and cluster.group(8) == Group(8, 1)
-    assert cluster.group(4, 8) == Group(4, 4)  # one on each node
-    assert cluster.group(8, 4) == Group(8, 4) and cluster.group(8, 4).per_node == 2
+    assert cluster.group(4, 8) == Group(4, 4, beside=8)  # one on each node
+    assert cluster.group(8, 4) == Group(8, 4, beside=4) and cluster.group(8, 4).per_node == 2
     assert cluster.group(6) == Group(6, 2)  # the second begins on the first node
 
 

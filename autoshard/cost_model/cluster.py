@@ -41,7 +41,8 @@ class Cluster:
         in the middle of a node, the one on the most nodes."""
         on_one = max(1, self.per_node // stride)
         begins = self.per_node % (size * stride) and size * stride % self.per_node
-        return Group(size, min(self.nodes, size, -(-size // on_one) + bool(begins)))
+        nodes = min(self.nodes, size, -(-size // on_one) + bool(begins))
+        return Group(size, nodes, min(stride, self.per_node) if nodes > 1 else 1)
 
     def to_yaml(self) -> str:
         """The cluster as text that `from_yaml` reads, meant to be edited by people too."""

@@ -29,10 +29,12 @@ _TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that communicate: how many, and on how many nodes."""
+    """Processes that communicate: how many, and on how many nodes. beside: how many such groups a node's processes are in,
+    which go at once."""
 
     size: int
     nodes: int = 1
+    beside: int = 1
 
     @property
     def per_node(self) -> int:
@@ -50,6 +52,9 @@ def seconds(collective: str, payload: int, group: Group, device: Device) -> floa
     has for it."""
     if group.size == 1:
         return 0.0
+    if group.beside > 1:  # a device of its own has its own link to the network; processors of a node share one
+        share = 1 if device.inside.scatters else group.beside
+        return seconds(collective, payload * share, replace(group, beside=1), device)
     table = device.tables.get(table_name(collective, group))
     if table is not None:
         return float(look_up(table, payload))
@@ -99,7 +104,8 @@ def direct(collective: str, payload: int, group: Group, device: Device) -> float
     near, far = group.per_node - 1, group.size - group.per_node
     part = payload / group.size
     hop = device.across.latency if far else device.inside.latency
-    moved = max(near * part / device.inside.bandwidth, far * part / device.across.bandwidth)
+    at_once = 1 if device.inside.scatters else group.per_node  # processors of a node share its link to others
+    moved = max(near * part / device.inside.bandwidth, at_once * far * part / device.across.bandwidth)
     return (2 if collective == "all_reduce" else 1) * (device.message + hop + moved)
 
 

@@ -21,8 +21,8 @@ class GroupCost:
     """What the model needs to know of a group of parameters.
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
-    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction and
-    message as in the plan. replicas: processes that hold the same rows.
+    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction,
+    message and node as in the plan. replicas: processes that hold the same rows.
     """
 
     elements: int
@@ -37,6 +37,7 @@ class GroupCost:
     reduction: str
     compress_itemsize: int = 0
     message: int = 0
+    node: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -47,6 +48,18 @@ class GroupCost:
     def reduced_bytes(self) -> int:
         """What travels to be reduced, whole."""
         return self.trained * (self.compress_itemsize if self.compressed else self.reduce_itemsize)
+
+
+def levels(g: GroupCost, cluster: Cluster) -> list[tuple[int, Group]]:
+    """The steps of a gather, between nodes first: of what part of the whole (a half: 2), over which processes."""
+    if not g.node or g.optimizer_degree == 1:
+        return [(1, cluster.group(g.optimizer_degree))]
+    return [(g.node, cluster.group(g.optimizer_degree // g.node, g.node)), (1, cluster.group(g.node))]
+
+
+def seconds(name: str, payload: int, g: GroupCost, cluster: Cluster) -> float:
+    """Of a collective of the rows, in as many steps as it takes; payload: bytes of the whole."""
+    return sum(collectives.seconds(name, payload // part, over, cluster.device) for part, over in levels(g, cluster))
 
 
 def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]:
@@ -62,9 +75,9 @@ def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]
 
 
 def _gathered(groups: tuple[GroupCost, ...]) -> int:
-    """Copies kept from forward to backward, or the two largest that are alive at once."""
+    """Copies kept from forward to backward, a node's between its processes too, or the two largest that are alive at once."""
     bytes_of = [(g, g.elements * g.compute_itemsize) for g in groups if g.optimizer_degree > 1]
-    kept = sum(b for g, b in bytes_of if g.parameter_degree == 1)
+    kept = sum(b // g.parameter_degree for g, b in bytes_of if g.parameter_degree < g.optimizer_degree)
     passing = sorted((b for g, b in bytes_of if g.parameter_degree > 1), reverse=True)
     return max(kept + sum(passing[:1]), sum(passing[:2]))  # those used last are kept: no two others are alive beside them
 
@@ -89,16 +102,18 @@ def traffic(groups: Iterable[GroupCost], cluster: Cluster) -> list[tuple[str, st
 
 def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, Group, int]]:
     """(collective, phase, payload bytes, processes, the most bytes in one message) of one group in one step."""
-    sharing, replicas = cluster.group(g.optimizer_degree), cluster.group(g.replicas, g.optimizer_degree)
-    if g.optimizer_degree > 1:
-        payload = g.elements * g.compute_itemsize
-        yield "all_gather", "forward", payload, sharing, g.message
-        if g.parameter_degree > 1:
-            yield "all_gather", "backward", payload, sharing, g.message
+    replicas = cluster.group(g.replicas, g.optimizer_degree)
+    steps = levels(g, cluster) if g.optimizer_degree > 1 else []
+    payload, between = g.elements * g.compute_itemsize, len(steps) == 1 or g.parameter_degree > g.node
+    for part, over in steps:
+        most = 0 if g.node and part == 1 else g.message // part
+        yield "all_gather", "forward", payload // part, over, most
+        if g.parameter_degree > 1 and (between or part == 1):
+            yield "all_gather", "backward", payload // part, over, most
+        if g.trained:
+            yield g.reduction, "backward", g.reduced_bytes // part, over, most
     if not g.trained:
         return
-    if g.optimizer_degree > 1:
-        yield g.reduction, "backward", g.reduced_bytes, sharing, g.message
     if g.replicas > 1:
         for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
             yield collective, "backward", g.reduced_bytes // g.optimizer_degree, replicas, 0

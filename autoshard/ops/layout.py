@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autoshard.dtypes import dtype_or_own, name_of_dtype
 from autoshard.plan import ParameterGroup, Plan
+
+INSIDE, ACROSS = "inside", "across"  # the two axes of nodes of processes
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Layout:
     reduce: dtype in which gradients travel to be summed; None leaves the gradient's own.
     reduction: as in `ParameterGroup`.
     compress: dtype in which gradients travel, whatever they are summed in; None: that of the sum.
-    message: as in `Plan`.
+    message, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
+        place on their nodes; "" where there is no node. See `levels`.
+    turns: how many chunks a process of `group` has of a parameter: those whose number is its own, and every `size`-th behind.
     """
 
     group: str
@@ -44,6 +48,10 @@ class Layout:
     reduction: str = "reduce_scatter"
     compress: torch.dtype | None = None
     message: int = 0
+    node: int = 0
+    inside: str = ""
+    across: str = ""
+    turns: int = 1
 
     @property
     def sharded(self) -> bool:
@@ -60,6 +68,11 @@ class Layout:
         """Positions in `group` that hold rows."""
         return self.owners or tuple(range(self.size))
 
+    @property
+    def divided(self) -> bool:
+        """Whether the mean's division is done before or after gradients are packed."""
+        return self.compress is not None or self.mean_over == 1
+
     def travels(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of this one go to be summed."""
         return self.compress or self.reduce or dtype
@@ -70,11 +83,19 @@ class Layout:
 
     def chunk_rows(self, rows: int) -> int:
         """Rows in a full shard; as torch.chunk, the last shards may be shorter or empty."""
-        return math.ceil(rows / len(self.holders))
+        return self.turns * math.ceil(rows / (self.turns * len(self.holders)))
 
     def with_chunk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a padded shard of a parameter of this full shape."""
         return (self.chunk_rows(shape[0]), *shape[1:])
+
+    def levels(self) -> tuple[Layout, Layout]:
+        """The same in two steps: between nodes, where each process comes to what all of its place have, padded; and inside of
+        a node, where that makes the whole. Gradients go the other way, and are divided once."""
+        nodes = self.size // self.node
+        plain = replace(self, node=0, inside="", across="")
+        across = replace(plain, group=self.across, size=nodes, mean_over=1, message=self.message // self.node)
+        return across, replace(plain, group=self.inside, size=self.node, turns=nodes, message=0)
 
     def __str__(self) -> str:
         fields = {
@@ -88,6 +109,10 @@ class Layout:
             "reduction": self.reduction if self.reduction != "reduce_scatter" else "",
             "compress": name_of_dtype(self.compress) if self.compress else "",
             "message": self.message or "",
+            "node": self.node or "",
+            "inside": self.inside,
+            "across": self.across,
+            "turns": self.turns if self.turns > 1 else "",
         }
         return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
 
@@ -108,6 +133,10 @@ class Layout:
             reduction=fields.get("reduction", "reduce_scatter"),
             compress=dtype_or_own(fields.get("compress", "")),
             message=int(fields.get("message", 0)),
+            node=int(fields.get("node", 0)),
+            inside=fields.get("inside", ""),
+            across=fields.get("across", ""),
+            turns=int(fields.get("turns", 1)),
         )
 
 
@@ -116,6 +145,7 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
     sharded = group.degrees.optimizer > 1
     axes = [axis for axis, size in plan.axes if size > 1]
     over = [axis for axis in axes if axis == "shard"] if sharded else []
+    node = plan.node if sharded else 0
     return Layout(
         group=name_of(over),
         size=plan.shard_size if sharded else 1,
@@ -126,4 +156,7 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         reduce=dtype_or_own(plan.reduce),
         reduction=group.reduction,
         message=plan.message,
+        node=node,
+        inside=name_of([INSIDE]) if node else "",
+        across=name_of([ACROSS]) if node else "",
     )

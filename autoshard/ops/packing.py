@@ -19,13 +19,15 @@ from autoshard.ops.wire import Shape
 
 def _is_view(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> bool:
     """Whether it travels as it lies."""
-    return len(full) == 1 and wire.is_even(full, layout) and len(wire.cut(wire.counts(full, layout), layout.most(dtype))) == 1
+    if len(full) > 1 or layout.turns > 1 or not wire.is_even(full, layout):
+        return False
+    return len(wire.cut(wire.counts(full, layout), layout.most(dtype))) == 1
 
 
 def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """See `wire.pack_shards`."""
     dtype = layout.compute or shards[0].dtype
-    if _is_view(full, dtype, layout):
+    if _is_view(full, dtype, layout) and (shards[0].numel(),) == wire.counts(full, layout):  # between nodes rows may be short
         return [shards[0].to(dtype).reshape(-1)]
     return torch.ops.autoshard.pack_shards(shards, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
 
@@ -42,7 +44,7 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     dtype = layout.travels(grads[0].dtype)
     if _is_view(wire.shapes_of(grads), dtype, layout):
         flat = grads[0].to(dtype).reshape(-1)
-        return [flat if layout.compress else flat / layout.mean_over]
+        return [flat if layout.divided else flat / layout.mean_over]
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
 
 

@@ -54,7 +54,8 @@ def counts(full: tuple[Shape, ...], layout: Layout) -> tuple[int, ...]:
 @functools.cache
 def is_even(full: tuple[Shape, ...], layout: Layout) -> bool:
     """True if all processes of the group hold as many rows of each of these full shapes."""
-    return not layout.sharded or (not layout.owners and all(shape[0] % layout.size == 0 for shape in full))
+    chunks = layout.size * layout.turns
+    return not layout.sharded or (not layout.owners and all(shape[0] % chunks == 0 for shape in full))
 
 
 @functools.cache
@@ -100,22 +101,31 @@ def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Lay
     even = is_even(full, layout)
     for brought, piece in zip(gathered, cut(sizes, layout.most(gathered[0].dtype))):
         by_rank = brought.view(layout.size, sum(lengths(piece)))
-        if even:
+        if even and layout.turns == 1:
             places = [found[i].view(layout.size, sizes[i])[:, begin:end] for i, begin, end in piece]
             torch.split_with_sizes_copy(by_rank, lengths(piece), 1, out=places)
             continue
         for (i, begin, _), rows in zip(piece, by_rank.split(lengths(piece), 1)):
-            for part, place in _by_holder(found[i], rows, sizes[i], layout, begin):
+            for part, place in _by_holder(found[i], rows, sizes[i], layout, even, begin):
                 part.copy_(place)
     return found
 
 
-def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
+def _by_holder(
+    whole: Tensor, by_rank: Tensor, size: int, layout: Layout, even: bool, begin: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     """The elements of `whole` that each process holds, `size` of them at most, from `begin` on, beside their place in (processes,
     elements of a piece)."""
-    parts = whole.reshape(-1).split(size) if whole.numel() else ()
-    there = [part[begin : begin + by_rank.shape[1]] for part in parts]
-    return [(part, by_rank[holder, : part.numel()]) for part, holder in zip(there, layout.holders)]
+    chunk, step = size // layout.turns, len(layout.holders)
+    if even and layout.turns > 1:
+        parts = by_rank.unflatten(1, (layout.turns, chunk))
+        return [(whole.view(layout.turns, step, chunk), parts.transpose(0, 1))]
+    chunks = whole.reshape(-1).split(chunk) if whole.numel() else ()
+    found = []
+    for i, part in enumerate(chunks):
+        there, at = part[begin : begin + by_rank.shape[1]], i // step * chunk
+        found.append((there, by_rank[layout.holders[i % step], at : at + there.numel()]))
+    return found
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
@@ -126,18 +136,19 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """
     full, dtype = shapes_of(grads), layout.travels(grads[0].dtype)
     sizes, even, found = counts(full, layout), is_even(full, layout), []
-    rows = [g.reshape(layout.size, n) if even else _rows_by_rank(g, n, layout) for g, n in zip(grads, sizes)]
+    as_it_lies = even and layout.turns == 1
+    rows = [g.reshape(layout.size, n) if as_it_lies else _rows_by_rank(g, n, layout, even) for g, n in zip(grads, sizes)]
     for piece in cut(sizes, layout.most(dtype)):
         flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
         torch.cat([rows[i][:, begin:end] for i, begin, end in piece], 1, out=flat)
-        found.append((flat if layout.compress else flat.div_(layout.mean_over)).view(-1))
+        found.append((flat if layout.divided else flat.div_(layout.mean_over)).view(-1))
     return found
 
 
-def _rows_by_rank(grad: Tensor, size: int, layout: Layout) -> Tensor:
-    """(processes, `size` elements of a chunk): row r holds what belongs to position r of the group."""
-    rows = grad.new_zeros(layout.size, size)
-    for part, place in _by_holder(grad, rows, size, layout):
+def _rows_by_rank(grad: Tensor, size: int, layout: Layout, even: bool) -> Tensor:
+    """(processes, `size` elements of one): row r holds what belongs to position r of the group."""
+    rows = grad.new_empty(layout.size, size) if even else grad.new_zeros(layout.size, size)
+    for part, place in _by_holder(grad.contiguous(), rows, size, layout, even):
         place.copy_(part)
     return rows
 

@@ -57,7 +57,7 @@ class Bucket:
             layout = node.args[name_at - 1]
             dtypes = (graphs.example(node.args[0]).dtype, graphs.example(node).dtype)  # type: ignore[arg-type]
             groups[position, layout, dtypes].append(node)
-        keys = sorted(groups, key=lambda k: (k[0], k[1], str(k[2])), reverse=reverse)
+        keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]]) for k in keys]  # type: ignore[index]
         return [part for members in ordered for part in self._cut(members)]
@@ -78,12 +78,17 @@ class Bucket:
         return parts
 
 
+def _step(op: Any, layout: str) -> bool:
+    """Whether it is the second of two steps: gathers go inside of nodes after they went between them."""
+    return (Layout.parse(layout).turns > 1) == (op is graphs.UNSHARD)
+
+
 def _gather(gm: GraphModule, members: list[Node]) -> Node:
-    """One unshard_bucket where the first of its members stood; their inputs are graph inputs."""
+    """One unshard_bucket where the first of its members stood; their inputs are graph inputs, or of a first step."""
     at = graphs.positions(gm.graph)
     first = min(members, key=at.__getitem__)
     shapes, ndims = wire.flat_shapes([m.args[1] for m in members])  # type: ignore[misc]
-    shards = [_as_early_as(m.args[0], first) for m in members]
+    shards = [_as_early_as(m.args[0], first, at) for m in members]
     with gm.graph.inserting_before(first):
         bucket = gm.graph.call_function(
             graphs.UNSHARD_BUCKET,
@@ -93,16 +98,19 @@ def _gather(gm: GraphModule, members: list[Node]) -> Node:
     return bucket
 
 
-def _as_early_as(shard: Any, first: Node) -> Node:
-    """Moves what makes a shard of a graph input (a detach, say) before `first`."""
+def _as_early_as(shard: Any, first: Node, at: dict[Node, int]) -> Node:
+    """Moves what makes a shard of graph inputs (a detach, or a gather between nodes), as far as it stands behind, before
+    `first`."""
     assert isinstance(shard, Node)
-    chain = []
-    node = shard
-    while node.op != "placeholder":
-        chain.append(node)
-        (node,) = node.all_input_nodes
-    for node in reversed(chain):
+    behind, todo = set[Node](), [shard]
+    while todo:
+        node = todo.pop()
+        if node.op != "placeholder" and at[node] > at[first] and node not in behind:
+            behind.add(node)
+            todo.extend(node.all_input_nodes)
+    for node in sorted(behind, key=at.__getitem__):
         first.prepend(node)
+        at[node] = at[first]  # in front of it from now on
     return shard
 
 
@@ -156,5 +164,5 @@ def _order_up(buckets: list[Node]) -> None:
         at = graphs.positions(later.graph)
         if at[earlier] > at[later]:
             for shard in earlier.all_input_nodes:
-                _as_early_as(shard, later)
+                _as_early_as(shard, later, at)
             later.prepend(earlier)

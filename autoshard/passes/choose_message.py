@@ -7,7 +7,7 @@ from __future__ import annotations
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import table_name
 from autoshard.cost_model.kernels import look_up
-from autoshard.cost_model.step import GroupCost
+from autoshard.cost_model.step import GroupCost, levels
 
 UNMEASURED = 1 << 19  # bytes that one process sends another; see bench/results/messages.md
 LEAST = 1 << 17  # below that a table is of latencies
@@ -17,10 +17,10 @@ PIECES = 16  # of one group; each is an operation of the graph, which somebody h
 
 def choose_message(largest: GroupCost, cluster: Cluster) -> int:
     """The most bytes of whole tensors in one gather or reduction, where the largest group is this; 0: no limit."""
-    over = cluster.group(largest.optimizer_degree)
+    part, over = levels(largest, cluster)[0]
     if over.nodes == 1 or cluster.device.inside.scatters:
         return 0
-    whole = max(largest.elements * largest.compute_itemsize, largest.reduced_bytes)
+    whole = max(largest.elements * largest.compute_itemsize, largest.reduced_bytes) // part
     tables = [cluster.device.tables.get(table_name(name, over)) for name in ("all_gather", largest.reduction)]
     sizes = [int(size) for size, _ in tables[0] or () if size >= LEAST]
     best = UNMEASURED * over.size
@@ -29,4 +29,4 @@ def choose_message(largest: GroupCost, cluster: Cluster) -> int:
         best = max(size for size in sizes if each[size] <= TOLERANCE * min(each.values()))
         best = whole if best == sizes[-1] else best
     best = max(best, -(-whole // PIECES))
-    return best if best < whole else 0
+    return best * part if best < whole else 0

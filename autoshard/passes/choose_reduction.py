@@ -3,7 +3,7 @@ transport carries that out as an all-reduce, as gloo does, an all-to-all of the 
 
 from __future__ import annotations
 
-from autoshard.cost_model import collectives
+from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.step import GroupCost
 from autoshard.plan import REDUCTIONS
@@ -11,9 +11,8 @@ from autoshard.plan import REDUCTIONS
 
 def choose_reduction(cost: GroupCost, cluster: Cluster) -> str:
     """The faster one for the gradients of a group of parameters."""
-    over = cluster.group(cost.optimizer_degree)
-    if cost.compressed and over.size > 1:  # no transport sums in another dtype than it carries
+    if cost.compressed and cost.optimizer_degree > 1:  # no transport sums in another dtype than it carries
         return REDUCTIONS[1]
     if cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
         return REDUCTIONS[0]
-    return min(REDUCTIONS, key=lambda name: collectives.seconds(name, cost.reduced_bytes, over, cluster.device))
+    return min(REDUCTIONS, key=lambda name: step.seconds(name, cost.reduced_bytes, cost, cluster))

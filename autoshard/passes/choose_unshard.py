@@ -27,8 +27,9 @@ def keeping(plan: Plan, count: int) -> Plan:
 
 
 def keeping_none(plan: Plan) -> Plan:
-    """The plan of a stage 3 with every copy dropped."""
-    groups = (replace(g, degrees=replace(g.degrees, parameter=g.degrees.gradient)) for g in plan.groups)
+    """The plan of a stage 3 with every whole copy dropped."""
+    again = max(g.degrees.parameter for g in plan.groups)
+    groups = (replace(g, degrees=replace(g.degrees, parameter=min(g.degrees.gradient, again))) for g in plan.groups)
     return replace(plan, groups=tuple(groups))
 
 

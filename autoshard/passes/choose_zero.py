@@ -14,6 +14,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
 from autoshard.passes.choose_message import choose_message
 from autoshard.passes.choose_reduction import choose_reduction
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
@@ -199,6 +200,7 @@ def _at_stage(
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
+    plan = _with_hierarchy(plan, inventory, where.cluster, config.hierarchy)
     plan = _with_messages(_with_reductions(plan, inventory, where.cluster), inventory, where.cluster)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     return predict(plan, inventory, where.states(config), where.cluster)
@@ -217,12 +219,41 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     return plan.because("gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
 
 
-def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    sharded = [cost for cost in _costs(plan, inventory) if cost.optimizer_degree > 1]
-    if not sharded:
+def _with_hierarchy(plan: Plan, inventory: Inventory, cluster: Cluster, asked: str) -> Plan:
+    largest = _largest(plan, inventory)
+    if largest is None or asked == "flat":
         return plan
-    largest = max(sharded, key=lambda cost: cost.elements)
-    most = choose_message(largest, cluster)
+    if asked == "auto":
+        node = choose_hierarchy(largest, cluster)
+        why = "between nodes first, and inside of them after: less time than in one step over all processes"
+        return replace(plan, node=node).because(why) if node else plan
+    node = node_of(largest, cluster)
+    if not node:
+        raise ConfigError(
+            f"hierarchy: {asked!r} is for several nodes of several processes that all share rows; here are "
+            f"{counted(cluster.nodes, 'node', 'nodes')} of {cluster.per_node}, axes {dict(plan.axes)}; legal here: 'auto' or 'flat'"
+        )
+    plan = replace(plan, node=node).because(f"hierarchy={asked!r} was asked for")
+    return _with_node_copies(plan) if asked == "hpz" else plan
+
+
+def _with_node_copies(plan: Plan) -> Plan:
+    """What backward gathers again comes from the processes of a node."""
+    if not dropped(plan):
+        return plan
+    groups = (replace(g, degrees=replace(g.degrees, parameter=min(g.degrees.parameter, plan.node))) for g in plan.groups)
+    return replace(plan, groups=tuple(groups)).because("each node keeps a copy of the parameters, from which backward gathers")
+
+
+def _largest(plan: Plan, inventory: Inventory) -> step.GroupCost | None:
+    """The largest group of those whose rows are shared."""
+    sharded = (cost for cost in _costs(plan, inventory) if cost.optimizer_degree > 1)
+    return max(sharded, key=lambda cost: cost.elements, default=None)
+
+
+def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    largest = _largest(plan, inventory)
+    most = choose_message(largest, cluster) if largest else 0
     if not most:
         return plan
     return replace(plan, message=most).because(f"messages of at most {bytes_text(most)}: gloo fills links better with those")
@@ -271,6 +302,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         reduction=group.reduction,
         compress_itemsize=_itemsize(plan.compression, 0),
         message=plan.message,
+        node=plan.node if group.degrees.optimizer > 1 else 0,
     )
 
 

@@ -46,14 +46,15 @@ class Overlap:
     def _prefetch(self, gm: GraphModule) -> None:
         buckets = _messages([node for node in gm.graph.nodes if graphs.gathers(node)])
         waits = [next(iter(bucket[-1].users)) for bucket in buckets]
+        ahead = self.ahead * _steps(gm, buckets)
         head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
         for i, bucket in enumerate(buckets):
-            target = waits[i - self.ahead] if i >= self.ahead else head
+            target = waits[i - ahead] if i >= ahead else head
             assert target is not None  # what is gathered is an input
             at = graphs.positions(gm.graph)
             if at[bucket[-1]] > at[target]:
                 _move_after(_chain(bucket, target, at), target)
-            if i < self.ahead:
+            if i < ahead:
                 head = bucket[-1]
 
     def _wait_late(self, gm: GraphModule) -> None:
@@ -74,6 +75,12 @@ class Overlap:
                 for node in chain:
                     end.prepend(node)
                 end = chain[0]
+
+
+def _steps(gm: GraphModule, buckets: Sequence[list[Node]]) -> int:
+    """In how many steps parameters are gathered: two where a gather takes what another one brought."""
+    first = set(graphs.dependents(gm, buckets[0])) if buckets else set()
+    return 2 if any(first.intersection(bucket) for bucket in buckets[1:]) else 1
 
 
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:

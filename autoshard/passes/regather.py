@@ -1,4 +1,5 @@
-"""Rewrite: says for each gathered copy whether backward keeps it (ZeRO-1, 2) or gathers it again (ZeRO-3)."""
+"""Rewrite: says for each gathered copy whether backward keeps it (ZeRO-1, 2) or gathers it again (ZeRO-3), all of it or from
+what a node keeps (hpZ)."""
 
 from __future__ import annotations
 
@@ -25,5 +26,6 @@ class Regather:
             degrees = context.plan.group_of[str(node.args[3])].degrees
             # A whole parameter is an input of both graphs: "recomputing" it is taking it again.
             if degrees.parameter > 1 or degrees.optimizer == 1:
-                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                kept = degrees.parameter < degrees.optimizer and any(graphs.is_call(u, graphs.UNSHARD) for u in node.users)
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
         return gm

@@ -26,18 +26,19 @@ from autoshard.passes.seed_dropout import SeedDropout
 from autoshard.passes.sync_buffers import SyncBuffers
 from autoshard.passes.take_rows import TakeRows
 from autoshard.passes.take_whole import TakeWhole
+from autoshard.passes.two_levels import TwoLevels
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, SeedDropout, FuseElementwise
+        TwoLevels, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, SeedDropout, FuseElementwise
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "regather,recompute,bucket,compress,lower,overlap,early_matmuls,seed_dropout,fuse_elementwise"
+    "two_levels,regather,recompute,bucket,compress,lower,overlap,early_matmuls,seed_dropout,fuse_elementwise"
 )
 
 

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from autoshard.dtypes import dtype_or_own
 from autoshard.inventory import names_of
-from autoshard.ops.layout import Layout, layout_of
+from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import dtensor_of
 from autoshard.runtime.holder import Holder
 from autoshard.runtime.parameters import retire, sharded_class
-from autoshard.runtime.processes import name_of_everyone
+from autoshard.runtime.processes import build_mesh, name_of_everyone
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Sharder:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.accumulation = Accumulation.of(model)
         self._submeshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._nodes = _mesh_of_nodes(plan, mesh)
         self._storages = Counter(p.untyped_storage().data_ptr() for p in model.parameters())
 
     def shard(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -83,6 +84,8 @@ class Sharder:
         """The process group over these mesh axes; "" over none."""
         if not axes:
             return ""
+        if self._nodes is not None and set(axes) <= {ACROSS, INSIDE}:
+            return self._nodes.get_group(axes[0]).group_name
         if len(axes) == len([n for _, n in self.plan.axes if n > 1]):
             return name_of_everyone()
         (axis,) = axes
@@ -162,6 +165,13 @@ class Sharder:
         compute = dtype_or_own(self.plan.compute)
         for module, layouts in shown.items():
             _show_sharded(module, layouts, compute, self.accumulation)
+
+
+def _mesh_of_nodes(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
+    """All processes once more, by nodes; None where the plan knows of none."""
+    if not plan.node:
+        return None
+    return build_mesh(mesh.device_type, ((ACROSS, plan.world // plan.node), (INSIDE, plan.node)))
 
 
 def show_as_sharded(model: nn.Module, layout: Layout, accumulation: Accumulation) -> None:

@@ -1,0 +1,185 @@
+"""Rows that travel between nodes and inside of them by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import autoshard
+from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.step import GroupCost
+from autoshard.errors import ConfigError, PlanError
+from autoshard.ops import packing, wire
+from autoshard.ops.layout import Layout
+from autoshard.passes import graphs
+from autoshard.passes.choose_hierarchy import choose_hierarchy
+from autoshard.plan import Plan
+from autoshard.planning import first_look
+from autoshard.rehearsal import Rehearsed, rehearse
+from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import measure
+from tests.small import TOLERANCE, Net, config, in_full
+
+TWO_BY_TWO = Machines(2, 2, DEVICES["cpu"])
+
+_nodes = st.tuples(st.integers(2, 3), st.integers(2, 3))  # how many, and processes of each
+_shapes = st.lists(st.tuples(st.integers(0, 13), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
+Shapes = tuple[tuple[int, int], ...]
+
+
+def _layout(nodes: int, node: int, message: int) -> Layout:
+    size = nodes * node
+    return Layout("all", size, (), "", size, message=message, node=node, inside="in", across="out")
+
+
+def _rows(whole: Tensor, size: int) -> list[Tensor]:
+    chunks = list(whole.chunk(size))
+    return chunks + [whole[:0]] * (size - len(chunks))
+
+
+def _gather(rows: list[list[Tensor]], shapes: Shapes, layout: Layout, ranks: list[int]) -> list[Tensor]:
+    """What each of these ranks has after they gathered rows: [parameter][rank]."""
+    sent = [packing.pack_shards([r[rank] for r in rows], shapes, layout) for rank in ranks]
+    return packing.unpack_full([torch.cat(parts) for parts in zip(*sent)], shapes, layout)
+
+
+@given(_nodes, _shapes, st.integers(0, 400))
+def test_two_gathers_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int) -> None:
+    count, node = nodes
+    across, inside = _layout(count, node, message).levels()
+    whole = [torch.randn(s) for s in shapes]
+    rows = [_rows(w, count * node) for w in whole]
+    between = tuple(inside.with_chunk(s) for s in shapes)
+    by_place = [_gather(rows, between, across, [place + node * n for n in range(count)]) for place in range(node)]
+    found = _gather([list(parts) for parts in zip(*by_place)], shapes, inside, list(range(node)))
+    assert all(map(torch.equal, found, whole))
+
+
+def _reduce(grads: list[list[Tensor]], shapes: list[tuple[int, ...]], layout: Layout, place: int) -> list[Tensor]:
+    """What the process at this place has of the sum of gradients: [process][parameter]."""
+    sent = [[flat.chunk(layout.size)[place] for flat in packing.pack_grads(g, layout)] for g in grads]
+    flat = packing.sum_rows([torch.cat(parts) for parts in zip(*sent)], layout.size, torch.float32)
+    return wire.unpack_shards(flat, shapes, wire.shapes_of(grads[0]), torch.float32, layout)
+
+
+@given(_nodes, _shapes, st.integers(0, 400))
+def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int) -> None:
+    count, node = nodes
+    across, inside = _layout(count, node, message).levels()
+    grads = [[torch.randn(s) for s in shapes] for _ in range(count * node)]
+    wanted = [_rows(torch.stack(gs).mean(0), count * node) for gs in zip(*grads)]
+    between = [inside.with_chunk(s) for s in shapes]
+    for rank in range(count * node):
+        of_nodes = [_reduce(grads[n * node : n * node + node], between, inside, rank % node) for n in range(count)]
+        found = _reduce(of_nodes, [tuple(w[rank].shape) for w in wanted], across, rank // node)
+        for ours, theirs in zip(found, wanted):
+            torch.testing.assert_close(ours, theirs[rank])
+
+
+def test_layouts_of_levels_are_text_too() -> None:
+    layout = _layout(2, 4, 1 << 20)
+    for one in (layout, *layout.levels()):
+        assert Layout.parse(str(one)) == one
+
+
+def _planned(name: str, zero: int, hierarchy: str, **more: Any) -> Plan:
+    case = CASES[name]
+    plan = autoshard.plan(case.build(), case.batch(torch.Generator()), config(zero, hierarchy=hierarchy, **more), TWO_BY_TWO)
+    assert plan.node == 2 and Plan.from_json(plan.to_json()) == plan
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "hierarchy", "codegen"),
+    [
+        ("attention", 3, "hpz", "eager"),
+        ("odd", 3, "two_level", "eager"),
+        ("gpt2", 2, "two_level", "eager"),
+        in_full("odd", 3, "hpz", "eager"),
+        in_full("gpt2", 3, "hpz", "eager"),
+        in_full("odd", 1, "two_level", "eager"),
+        in_full("attention", 3, "two_level", "inductor"),
+        in_full("attention", 3, "hpz", "inductor"),
+        in_full("llama", 3, "hpz", "eager"),
+    ],
+)
+def test_numbers_are_those_of_the_plain_model(four: Cluster, name: str, zero: int, hierarchy: str, codegen: str) -> None:
+    plan = _planned(name, zero, hierarchy)
+    for distance in four.run(measure, name, config("auto", plan=plan, codegen=codegen, replicate_below="auto")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"message": 400}, {"compression": "bf16"}])
+def test_with_messages_and_with_compression(four: Cluster, options: dict[str, Any]) -> None:
+    plan = replace(_planned("odd", 3, "hpz"), **options)
+    bound = TOLERANCE if "message" in options else 0.1
+    for distance in four.run(measure, "odd", config("auto", plan=plan, replicate_below="auto")):
+        assert distance.worst <= bound, distance
+
+
+def _graphs(zero: int, hierarchy: str) -> Rehearsed:
+    model, cfg = Net(), config(zero, hierarchy=hierarchy)
+    return rehearse(capture(model, (torch.randn(4, 8),)), first_look(model, cfg, TWO_BY_TWO), inductor=False)
+
+
+def _over(gm: Any) -> list[str]:
+    """The groups of a graph's collectives, in order."""
+    return [str(n.args[-1]) for n in gm.graph.nodes if graphs.gathers(n) or graphs.reduces(n)]
+
+
+def test_where_collectives_go() -> None:
+    """Two linear layers outside of blocks are one group."""
+    twice = _graphs(3, "two_level")
+    assert _over(twice.forward) == ["across", "inside"]
+    assert _over(_graphs(3, "flat").forward) == ["shard"]
+    assert _over(twice.backward)[-2:] == ["inside", "across"]
+
+
+def test_hpz_gathers_inside_of_nodes_in_backward() -> None:
+    """The last group's copy is kept; of the others a node has one."""
+    case = CASES["attention"]
+    captured = capture(case.build(), case.batch(torch.Generator()))
+    gathered = {}
+    for hierarchy in ("two_level", "hpz"):
+        plan = _planned("attention", 3, hierarchy)
+        backward = rehearse(captured, plan, inductor=False).backward
+        assert backward is not None
+        gathered[hierarchy] = [str(n.args[-1]) for n in backward.graph.nodes if graphs.gathers(n)]
+        again = {t.phase: t.messages for t in plan.predicted.traffic if t.collective == "all_gather"}
+        assert len(gathered[hierarchy]) == again["backward"]
+    assert set(gathered["hpz"]) == {"inside"} and gathered["two_level"].count("across") == len(gathered["hpz"])
+
+
+def test_it_is_chosen_where_processors_of_a_node_share_its_link() -> None:
+    def chosen(machines: Machines, size: int = 2**21) -> int:
+        world = machines.world
+        return choose_hierarchy(GroupCost(size, size, 4, 4, 4, world, world, world, 1, "all_to_all"), machines)
+
+    assert chosen(TWO_BY_TWO) == 2 and chosen(Machines(4, 8, DEVICES["cpu"])) == 8
+    assert chosen(Machines(1, 4, DEVICES["cpu"])) == chosen(Machines(4, 1, DEVICES["cpu"])) == 0
+    assert chosen(Machines(4, 8, DEVICES["h100"])) == 0
+
+
+def test_what_is_not_possible_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hierarchy: 'hpz' is for several nodes .* here are 1 node of 4"):
+        first_look(Net(), config(3, hierarchy="hpz"), Machines(1, 4, DEVICES["cpu"]))
+    with pytest.raises(ConfigError, match="hierarchy: 'two_level' is for several nodes .* here are 2 nodes of 2"):
+        first_look(Net(), config(3, hierarchy="two_level", mesh={"replicate": 2, "shard": 2}), TWO_BY_TWO)
+    with pytest.raises(ConfigError, match="hierarchy: 'tree' is not legal; .*'two_level'"):
+        config(3, hierarchy="tree")
+    plan = first_look(Net(), config(3, hierarchy="hpz"), TWO_BY_TWO)
+    for node, text in ((3, "3 processes a node"), (4, "4 processes a node"), (-1, "-1 is not legal")):
+        with pytest.raises(PlanError, match=f"node: {text}"):
+            replace(plan, node=node)
+    with pytest.raises(PlanError, match="gathered again over 2 processes"):
+        replace(plan, node=0)
