@@ -98,12 +98,12 @@ def deepspeed_zero(stage: int) -> Contender:
     return Contender(engine, optimizer, step)
 
 
-def autoshard_zero(stage: Literal[0, 1, 2, 3, "auto"]) -> Contender:
-    """This project, with the stage given or decided."""
+def autoshard_zero(stage: Literal[0, 1, 2, 3, "auto"], **more: Any) -> Contender:
+    """This project, with the stage given or decided, and what else a Config says."""
     import autoshard
 
     model = reference.build_model()
-    backend = autoshard.backend(autoshard.Config(zero=stage, verbose=False))
+    backend = autoshard.backend(autoshard.Config(zero=stage, verbose=False, **more))
     return _ordinary(torch.compile(model, backend=backend))
 
 
@@ -121,6 +121,13 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "autoshard2": partial(autoshard_zero, 2),
     "autoshard3": partial(autoshard_zero, 3),
     "autoshard_auto": partial(autoshard_zero, "auto"),
+}
+
+# Where hosts have several processes.
+HIERARCHIES: dict[str, Callable[[], Contender]] = {
+    f"autoshard{stage}_{hierarchy}": partial(autoshard_zero, stage, hierarchy=hierarchy)
+    for stage, hierarchies in ((2, ("flat", "two_level")), (3, ("flat", "two_level", "hpz")))
+    for hierarchy in hierarchies
 }
 
 

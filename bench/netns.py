@@ -1,4 +1,4 @@
-"""Runs one process per host on hosts that are network namespaces of this machine, on links of a limited rate.
+"""Runs processes on hosts that are network namespaces of this machine, on links of a limited rate.
 
     python bench/netns.py --hosts 2 --mbit 1000 -- python train.py
 
@@ -36,7 +36,7 @@ class NetworkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What runs on every host. mbit: megabits a second on each host's link, each way; 0: unlimited."""
+    """What runs on every host, in so many processes. mbit: megabits a second on each host's link, each way; 0: unlimited."""
 
     command: Sequence[str]
     hosts: int = 2
@@ -44,6 +44,7 @@ class Job:
     port: int = 29541
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 1800.0
+    per_host: int = 1
 
 
 def _ip(*arguments: str) -> None:
@@ -112,12 +113,12 @@ def _limit(namespace: str, device: str, mbit: int) -> None:
 
 
 def rank_variables(rank: int, job: Job, master: str) -> dict[str, str]:
-    """torchrun's variables for one process a host."""
+    """torchrun's variables."""
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(job.hosts),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(job.hosts * job.per_host),
+        "LOCAL_RANK": str(rank % job.per_host),
+        "LOCAL_WORLD_SIZE": str(job.per_host),
         "MASTER_ADDR": master,
         "MASTER_PORT": str(job.port),
     }
@@ -141,7 +142,7 @@ def run_on_loopback(job: Job) -> int:
 def _run_all(job: Job, prefixes: list[list[str]], extra: Mapping[str, str], master: str) -> int:
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, prefix in enumerate(prefixes):
+        for rank, prefix in enumerate(prefix for prefix in prefixes for _ in range(job.per_host)):
             env = {**os.environ, "OMP_NUM_THREADS": "1", **job.env, **extra}
             env |= rank_variables(rank, job, master)
             # A session of its own, so that compile workers that it forks end with it.
@@ -192,12 +193,13 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=1, help="processes on each")
     parser.add_argument("--mbit", type=int, default=int(os.environ.get("MBIT", "0")), help="0: unlimited")
     parser.add_argument("--port", type=int, default=29541)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds")
     parser.add_argument("command", nargs="+", help="after --")
     asked = parser.parse_args()
-    return run(Job(asked.command, asked.hosts, asked.mbit, asked.port, timeout=asked.timeout))
+    return run(Job(asked.command, asked.hosts, asked.mbit, asked.port, timeout=asked.timeout, per_host=asked.per_host))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Driver:
     scratch: Path
     namespaces: bool
     timeout: float
+    per_host: int = 1
     count: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -60,7 +61,7 @@ class Driver:
         command = [sys.executable, str(HERE / "worker.py"), *arguments]
         print(f"\n== {','.join(names)} {' '.join(options)} at {report.rate_text(mbit)}", flush=True)
         port = FIRST_PORT + self.count
-        job = netns.Job(command, self.hosts, mbit, port, _environment(self.model), self.timeout)
+        job = netns.Job(command, self.hosts, mbit, port, _environment(self.model), self.timeout, self.per_host)
         code = netns.run(job) if self.namespaces else netns.run_on_loopback(job)
         if code:
             why = "ran out of time" if code == netns.TIMED_OUT else f"exit status {code}"
