@@ -52,10 +52,11 @@ class Config:
     precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
-        change: each process's gradients are rounded, and once more the mean of those that are whole on several processes.
+        change: each process's gradients are rounded, and once more what is sent on of their sums: by a node, or where the same rows are
+        on several processes.
     hierarchy: how rows travel where there are several nodes of several processes. "flat": in one step over all of them.
         "two_level": parameters between nodes and then inside of them, gradients the other way round. "hpz": so too, and at stage 3
-        each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" where it is faster.
+        each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" on CPUs, where the cost model says that it is faster.
     codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
         stand together are one kernel each).
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of

@@ -10,6 +10,7 @@ _DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+LEGAL = tuple(_DTYPES)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, measured_here
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like, free_memory
 from autoshard.cost_model.optimizer import NAMED, like
-from autoshard.errors import ShardingError, UnsupportedError
+from autoshard.errors import ConfigError, ShardingError, UnsupportedError
 from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
 from autoshard.heap import alive
@@ -151,6 +152,7 @@ class FirstCall:
             "optimizers": [optimizers.describe(o, names) for o in self.optimizers],
             "scaler": self.world.size > 1 and scaler.is_there(),
             "_free": free_memory(device_of(self.model)),
+            "_host": platform.node(),
         }
 
     def _decide(self, inventory: Inventory, statements: list[Statement]) -> Plan:
@@ -168,6 +170,7 @@ class FirstCall:
         config = self.config
         if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
             config = replace(config, replicate_below=0)
+        config = _without_nodes(config, [s["_host"] for s in statements], where.cluster.per_node)
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit))
         return replace(plan, regions=plan.regions or self.graph.traced_once)
 
@@ -235,6 +238,20 @@ class FirstCall:
 
 def _as_it_is(plan: Plan) -> Plan:
     return plan
+
+
+def _without_nodes(config: Config, hosts: Sequence[str], per_node: int) -> Config:
+    """The config, with one step for all rows where ranks that follow each other are not on one host. hosts: of each rank."""
+    runs = [sorted(set(hosts[at : at + per_node])) for at in range(0, len(hosts), per_node)]
+    apart = next((run for run in runs if len(run) > 1), None)
+    if config.hierarchy == "flat" or apart is None:
+        return config
+    if config.hierarchy != "auto":
+        raise ConfigError(
+            f"hierarchy: {config.hierarchy!r} is for ranks that fill one host after the other; here {per_node} in a row are on "
+            f"{', '.join(apart)}; legal here: 'auto' or 'flat'"
+        )
+    return replace(config, hierarchy="flat")
 
 
 _count_first_calls = itertools.count()

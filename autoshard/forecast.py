@@ -72,7 +72,7 @@ class Forecaster:
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed."""
-        key = (*_regathered(plan), plan.recompute)
+        key = (*_regathered(plan), plan.recompute, plan.ahead)
         if key not in self._known:
             held, unknown = self._held(plan)
             self._known[key] = *self._simulate(plan, self._rehearsed(plan), held), unknown
@@ -189,7 +189,7 @@ def _step(program: Program, curve: Curve, took: StepTime) -> Step:
 def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
     groups = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
-    return (*groups, plan.compression, plan.message, plan.node)
+    return (*groups, plan.compression, plan.message, plan.apart, plan.node)
 
 
 def _regathered(plan: Plan) -> Key:

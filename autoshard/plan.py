@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoshard import dtypes
 from autoshard.errors import PlanError
 
 FORMAT = 1
@@ -138,6 +139,8 @@ class Plan:
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
+    apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
+    ahead: how many groups before their use gathers start.
     node: processes of a node, where gathers go between nodes first and then inside of them, and reductions the other way round;
         0: each in one step over all processes.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
@@ -153,6 +156,8 @@ class Plan:
     reduce: str = ""
     compression: str = ""
     message: int = 0
+    apart: int = 0
+    ahead: int = 1
     node: int = 0
     buffers: str = "broadcast"
     recompute: tuple[tuple[str, str], ...] = ()
@@ -164,8 +169,15 @@ class Plan:
     def __post_init__(self) -> None:
         if self.compression not in ("", *COMPRESSIONS):
             raise PlanError(f"plan: compression: {self.compression!r} is not legal; legal: '', {', '.join(COMPRESSIONS)}")
-        if isinstance(self.message, bool) or not isinstance(self.message, int) or self.message < 0:
-            raise PlanError(f"plan: message: {self.message!r} is not legal; legal: bytes, 0 or more")
+        for name in ("compute", "reduce"):
+            if getattr(self, name) not in ("", *dtypes.LEGAL):
+                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: '', {', '.join(dtypes.LEGAL)}")
+        for name in ("message", "apart"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise PlanError(f"plan: {name}: {value!r} is not legal; legal: bytes, 0 or more")
+        if isinstance(self.ahead, bool) or not isinstance(self.ahead, int) or self.ahead < 1:
+            raise PlanError(f"plan: ahead: {self.ahead!r} is not legal; legal: groups, 1 or more")
         size = math.prod(n for _, n in self.axes)
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
@@ -174,7 +186,7 @@ class Plan:
             if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
                 raise PlanError(
                     f"plan: group {group.name!r} is gathered again over {group.degrees.parameter} processes; "
-                    f"legal: 1, those of a node ({self.node}), or {group.degrees.optimizer}"
+                    f"legal: 1{f', those of a node, {self.node},' if self.node else ''} or {group.degrees.optimizer}"
                 )
             if group.degrees.optimizer not in (1, self.shard_size):
                 raise PlanError(
@@ -311,6 +323,8 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         reduce=data.get("reduce", ""),
         compression=data.get("compression", ""),
         message=data.get("message", 0),
+        apart=data.get("apart", 0),
+        ahead=data.get("ahead", 1),
         node=data.get("node", 0),
         buffers=data.get("buffers", "broadcast"),
         recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),

@@ -103,6 +103,7 @@ def _headline(plan: Plan) -> str:
     precision = f", {plan.compute} compute" if plan.compute else ""
     precision += f", gradients in {plan.compression}" if plan.compression else ""
     nodes = f", nodes of {plan.node}" if plan.node else ""
+    nodes += " that keep copies" if plan.node and any(g.degrees.parameter == plan.node for g in plan.groups) else ""
     return f"Plan {plan.hash}: {counted(plan.world, 'process', 'processes')} ({axes}), {stage}{precision}{nodes}"
 
 

@@ -36,6 +36,7 @@ import autoshard  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.kernels import look_up  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.plan import Plan  # noqa: E402
 
 PROBE = 512  # width of the matmuls that say how fast the machine is, a row of calibrate's table
 STATE = ("parameters", "optimizer", "buffers", "inputs")
@@ -119,8 +120,8 @@ def cases(quick: bool) -> list[Case]:
     return found
 
 
-def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float], dict[str, int]]:
-    """What the plan says, without running anything."""
+def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float], dict[str, int], Plan]:
+    """What the plan says, without running anything, and the plan."""
     torch.compiler.reset()
     make, inputs = zoo.MODELS[case.model]
     with torch.device("meta"):
@@ -131,13 +132,14 @@ def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float
     memory = plan.predicted.memory
     probe = float(look_up(cluster.device.tables["matmul.fp32"], 2 * PROBE**3))
     found = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes, "probe": probe}
-    return {**found, "step": plan.predicted.step_seconds or 0.0}, memory
+    return {**found, "step": plan.predicted.step_seconds or 0.0}, memory, plan
 
 
-def measure(case: Case, scratch: Path) -> dict[str, float]:
-    """The same, measured in processes of its own."""
-    out = scratch / "measured.json"
-    worker = [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(out)]
+def measure(case: Case, plan: Plan, scratch: Path) -> dict[str, float]:
+    """The same, measured in processes of its own, which go by the plan."""
+    out, pinned = scratch / "measured.json", scratch / "plan.json"
+    pinned.write_text(plan.to_json())
+    worker = [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(pinned), str(out)]
     launch(worker, (case.world, case.mbit), scratch)
     found: dict[str, float] = json.loads(out.read_text())
     return found
@@ -234,8 +236,8 @@ def main() -> int:
     try:
         clusters = calibrated(scratch, dict.fromkeys(c.links for c in wanted))
         for case in wanted:
-            predicted, categories = predict(case, clusters)
-            compared.append(Compared(case, predicted, measure(case, scratch), categories))
+            predicted, categories, plan = predict(case, clusters)
+            compared.append(Compared(case, predicted, measure(case, plan, scratch), categories))
             found = compared[-1]
             errors = f"peak {found.error('peak'):+.1%}, step {found.error('step'):+.1%}, machine {found.slower:.2f}"
             print(f"{case}: {errors}", flush=True)

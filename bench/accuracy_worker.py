@@ -28,12 +28,12 @@ from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 WARM_UP, ROUNDS = 4, 15
 
 
-def contender(case: Case) -> contenders.Contender:
-    """The model and the optimizer of a case."""
+def contender(case: Case, plan: str) -> contenders.Contender:
+    """The model and the optimizer of a case. plan: the file of what was predicted."""
     torch.manual_seed(0)
     model = zoo.MODELS[case.model][0]().train()
     optimizer = NAMED[case.optimizer](list(model.parameters()))
-    return zoo.contender(model, optimizer, autoshard.backend(case.config()))
+    return zoo.contender(model, optimizer, autoshard.backend(autoshard.Config(plan=plan, codegen=case.codegen, verbose=False)))
 
 
 def probe() -> Iterator[float]:
@@ -54,7 +54,7 @@ def main() -> None:
     dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    made = contender(case)
+    made = contender(case, sys.argv[2])
     batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(WARM_UP):
         made.step(batch)
@@ -64,7 +64,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         step, probed = (statistics.median(seconds) for seconds in zip(*taken))
         found = {"held": held, "peak": peak, "step": step, "probe": probed}
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)
 

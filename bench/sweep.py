@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoshard
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.planning import forecaster
 from autoshard.report import rendered
 from autoshard.sweep_report import sweep_tables
 
@@ -66,7 +67,8 @@ def beside_a_trace(sweep: autoshard.Sweep, batch: int, length: int, config: auto
     """One line: what the sweep says of these sizes, and what a trace with them does."""
     swept = sweep.at(batch=batch, sequence=length)
     torch.compiler.reset()
-    predicted = autoshard.plan(model(), inputs(batch, length), config, EIGHT).predicted
+    forecast = forecaster(model(), inputs(batch, length), config, EIGHT, None)
+    predicted = forecast(sweep.ways[0].plan).predicted
     assert predicted.step_seconds is not None
     peak, seconds = float(swept.peak) / predicted.peak_bytes - 1, float(swept.seconds) / predicted.step_seconds - 1
     return f"| {batch} x {length} | {peak:+.2%} | {seconds:+.2%} |"

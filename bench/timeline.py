@@ -33,6 +33,7 @@ from autoshard import planning  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 from autoshard.passes.choose_zero import at_stages  # noqa: E402
+from autoshard.plan import Plan  # noqa: E402
 
 RESULTS = HERE / "results"
 LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
@@ -66,8 +67,8 @@ class Compared:
     plain: float
 
 
-def predict(case: Case, cluster: Cluster) -> Line:
-    """What the simulator says."""
+def predict(case: Case, cluster: Cluster) -> tuple[Line, Plan]:
+    """What the simulator says, and of which plan."""
     torch.compiler.reset()
     make, inputs = zoo.MODELS[case.model]
     with torch.device("meta"):
@@ -78,7 +79,8 @@ def predict(case: Case, cluster: Cluster) -> Line:
     program, _, took, _ = forecaster.simulated(plan)
     link = [s for s in took.timeline.spans if s.stream == "link"]
     names = tuple(program.operations[s.operation].name.split(".")[1] for s in link)
-    return Line(took.seconds, names, tuple((s.start, s.end) for s in link), tuple(_gaps(took.timeline.spans, took.timeline.seconds)))
+    waits = tuple(_gaps(took.timeline.spans, took.timeline.seconds))
+    return Line(took.seconds, names, tuple((s.start, s.end) for s in link), waits), plan
 
 
 def _gaps(spans: Iterable[Any], end: float) -> Iterable[Interval]:
@@ -92,10 +94,12 @@ def _gaps(spans: Iterable[Any], end: float) -> Iterable[Interval]:
         yield before, end
 
 
-def measure(case: Case, scratch: Path) -> tuple[list[Line], float]:
+def measure(case: Case, plan: Plan, scratch: Path) -> tuple[list[Line], float]:
     """The steps that were watched, and the median of those that were not."""
-    out = scratch / "timeline.json"
-    accuracy.launch([str(HERE / "timeline_worker.py"), json.dumps(asdict(case)), str(out)], (2, case.mbit), scratch)
+    out, pinned = scratch / "timeline.json", scratch / "plan.json"
+    pinned.write_text(plan.to_json())
+    worker = [str(HERE / "timeline_worker.py"), json.dumps(asdict(case)), str(pinned), str(out)]
+    accuracy.launch(worker, (2, case.mbit), scratch)
     found = json.loads(out.read_text())
     return [_line(step) for step in found["steps"]], found["plain"]
 
@@ -112,8 +116,8 @@ def _line(step: dict[str, Any]) -> Line:
 
 def compare(case: Case, cluster: Cluster, scratch: Path) -> Compared:
     """One case, predicted before anything of it runs."""
-    predicted = predict(case, cluster)
-    steps, plain = measure(case, scratch)
+    predicted, plan = predict(case, cluster)
+    steps, plain = measure(case, plan, scratch)
     middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
     return Compared(case, predicted, middle, statistics.median(s.exposed for s in steps), plain)
 

@@ -69,14 +69,14 @@ def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = accuracy_worker.contender(case)
+    made = accuracy_worker.contender(case, sys.argv[2])
     batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(WARM_UP):
         made.step(batch)
     plain = statistics.median(worker._timed(made, batch)[0] for _ in range(ROUNDS))
     found = {"plain": plain, "steps": profiled(made, batch)}
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)
 

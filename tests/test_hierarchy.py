@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.step import GroupCost
 from autoshard.errors import ConfigError, PlanError
+from autoshard.first_call import _without_nodes
 from autoshard.ops import packing, wire
 from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
@@ -25,9 +27,9 @@ from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import Rehearsed, rehearse
 from tests.cluster import Cluster
-from tests.models import CASES
-from tests.parity import measure
-from tests.small import TOLERANCE, Net, config, in_full
+from tests.models import CASES, DEEP
+from tests.parity import Distance, measure, see_gradients
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of
 
 TWO_BY_TWO = Machines(2, 2, DEVICES["cpu"])
 
@@ -36,9 +38,9 @@ _shapes = st.lists(st.tuples(st.integers(0, 13), st.integers(1, 3)), min_size=1,
 Shapes = tuple[tuple[int, int], ...]
 
 
-def _layout(nodes: int, node: int, message: int) -> Layout:
+def _layout(nodes: int, node: int, message: int, apart: int = 0) -> Layout:
     size = nodes * node
-    return Layout("all", size, (), "", size, message=message, node=node, inside="in", across="out")
+    return Layout("all", size, (), "", size, message=message, apart=apart, node=node, inside="in", across="out")
 
 
 def _rows(whole: Tensor, size: int) -> list[Tensor]:
@@ -52,10 +54,10 @@ def _gather(rows: list[list[Tensor]], shapes: Shapes, layout: Layout, ranks: lis
     return packing.unpack_full([torch.cat(parts) for parts in zip(*sent)], shapes, layout)
 
 
-@given(_nodes, _shapes, st.integers(0, 400))
-def test_two_gathers_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int) -> None:
+@given(_nodes, _shapes, st.integers(0, 400), st.integers(0, 100))
+def test_two_gathers_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int, apart: int) -> None:
     count, node = nodes
-    across, inside = _layout(count, node, message).levels()
+    across, inside = _layout(count, node, message, apart).levels()
     whole = [torch.randn(s) for s in shapes]
     rows = [_rows(w, count * node) for w in whole]
     between = tuple(inside.with_chunk(s) for s in shapes)
@@ -86,13 +88,13 @@ def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shape
 
 
 def test_layouts_of_levels_are_text_too() -> None:
-    layout = _layout(2, 4, 1 << 20)
+    layout = _layout(2, 4, 1 << 20, 1 << 10)
     for one in (layout, *layout.levels()):
         assert Layout.parse(str(one)) == one
 
 
 def _planned(name: str, zero: int, hierarchy: str, **more: Any) -> Plan:
-    case = CASES[name]
+    case = (CASES | DEEP)[name]
     plan = autoshard.plan(case.build(), case.batch(torch.Generator()), config(zero, hierarchy=hierarchy, **more), TWO_BY_TWO)
     assert plan.node == 2 and Plan.from_json(plan.to_json()) == plan
     return plan
@@ -110,21 +112,70 @@ def _planned(name: str, zero: int, hierarchy: str, **more: Any) -> Plan:
         in_full("attention", 3, "two_level", "inductor"),
         in_full("attention", 3, "hpz", "inductor"),
         in_full("llama", 3, "hpz", "eager"),
+        in_full("conv", 3, "hpz", "inductor"),
+        in_full("llama_deep", 3, "hpz", "eager"),
     ],
 )
 def test_numbers_are_those_of_the_plain_model(four: Cluster, name: str, zero: int, hierarchy: str, codegen: str) -> None:
-    plan = _planned(name, zero, hierarchy)
+    plan = replace(_planned(name, zero, hierarchy), ahead=2 if hierarchy == "hpz" else 1)
     for distance in four.run(measure, name, config("auto", plan=plan, codegen=codegen, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"message": 400}, {"compression": "bf16"}])
-def test_with_messages_and_with_compression(four: Cluster, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"message": 400}, {"apart": 200}, {"compression": "bf16"}, {"compute": "bf16", "reduce": "fp32"}]
+)
+def test_with_what_else_a_plan_says(four: Cluster, options: dict[str, Any]) -> None:
     plan = replace(_planned("odd", 3, "hpz"), **options)
-    bound = TOLERANCE if "message" in options else 0.1
+    bound = TOLERANCE if {"message", "apart"} & options.keys() else 0.1
     for distance in four.run(measure, "odd", config("auto", plan=plan, replicate_below="auto")):
         assert distance.worst <= bound, distance
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_with_recomputation(four: Cluster, recompute: str) -> None:
+    plan = _planned("gpt2_deep", 3, "hpz", recompute=recompute)
+    assert plan.recompute
+    for distance in four.run(measure, "gpt2_deep", config("auto", plan=plan, replicate_below="auto")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def in_a_job(zero: int, hierarchy: str, processes_of: int) -> tuple[int, float, str]:
+    """A job that plans by itself, as if each node had so many processes: what it planned, how far an accumulated step and an
+    evaluation are from the plain model's, and what was said of it."""
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes_of)
+    try:
+        model, plain, compiled = compiled_pair(config(zero, hierarchy=hierarchy))
+        distance, inputs = Distance(), inputs_of(2)
+        with autoshard.no_sync(model):
+            backward_beside(compiled, plain, inputs[0])
+        backward_beside(compiled, plain, inputs[1])
+        see_gradients(distance, model, plain)
+        with torch.no_grad():
+            distance.see("loss", compiled(inputs[0, 0]), plain(inputs[0, 0]))
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+    plan = autoshard.plan_of(model)
+    return plan.node, distance.worst, " ".join(plan.why)
+
+
+@pytest.mark.parametrize(("zero", "hierarchy", "node"), [(1, "two_level", 2), (3, "hpz", 2), in_full(3, "flat", 0), in_full(0, "hpz", 0)])
+def test_a_job_plans_it_by_itself(four: Cluster, zero: int, hierarchy: str, node: int) -> None:
+    for found, distance, why in four.run(in_a_job, zero, hierarchy, 2):
+        assert found == node and distance <= TOLERANCE, (found, distance)
+        assert zero or "no rows are shared" in why
+
+
+def test_ranks_that_do_not_fill_hosts_go_in_one_step() -> None:
+    cyclic, filled = ["a", "b", "a", "b"], ["a", "a", "b", "b"]
+    assert _without_nodes(config(3), cyclic, 2).hierarchy == "flat"
+    assert _without_nodes(config(3), filled, 2).hierarchy == "auto"
+    assert _without_nodes(config(3, hierarchy="hpz"), filled, 2).hierarchy == "hpz"
+    with pytest.raises(ConfigError, match="hierarchy: 'hpz' is for ranks that fill one host after the other; .* a, b"):
+        _without_nodes(config(3, hierarchy="hpz"), cyclic, 2)
 
 
 def _graphs(zero: int, hierarchy: str) -> Rehearsed:

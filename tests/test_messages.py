@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.step import GroupCost
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError, PlanError
-from autoshard.passes.choose_message import PIECES, UNMEASURED, choose_message
+from autoshard.passes import graphs
+from autoshard.passes.choose_message import PIECES, UNMEASURED, choose_apart, choose_message
 from autoshard.plan import Plan
 from autoshard.planning import first_look
+from autoshard.rehearsal import rehearse
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure, rank0_copy, whole
@@ -132,6 +135,8 @@ def test_compression_is_said_where_it_changes_something() -> None:
         config(0, compression="fp32")
     with pytest.raises(PlanError, match="compression: 'int8' is not legal"):
         replace(plain, compression="int8")
+    with pytest.raises(PlanError, match="compute: 'bfloat16' is not legal; .* bf16"):
+        replace(plain, compute="bfloat16")
     with pytest.raises(PlanError, match="message: -1 is not legal"):
         replace(plain, message=-1)
 
@@ -164,6 +169,48 @@ def test_in_messages_over_two_axes(four: Cluster) -> None:
 def test_in_messages_over_three_processes(three: Cluster) -> None:
     for distance in three.run(measure, "odd", _cut("odd", 3, 3, 200)):
         assert distance.worst <= TOLERANCE, distance
+
+
+def _with_apart(name: str, apart: int, machines: Machines, **options: Any) -> Plan:
+    """A plan in which parameters from so many bytes on are gathered by themselves, and what is predicted of it."""
+    case = CASES[name]
+    plan = autoshard.plan(case.build(), case.batch(torch.Generator()), config(3, **options), machines)
+    return autoshard.plan(case.build(), case.batch(torch.Generator()), config("auto", plan=replace(plan, apart=apart), replicate_below="auto"), machines)
+
+
+@pytest.mark.parametrize(("nodes", "hierarchy"), [(1, "flat"), (2, "two_level")])
+def test_as_many_gathers_are_predicted_as_are_made(nodes: int, hierarchy: str) -> None:
+    machines = Machines(nodes, 4 // nodes, DEVICES["cpu"])
+    counts = []
+    for apart in (0, 2000):
+        plan = _with_apart("llama", apart, machines, hierarchy=hierarchy)
+        counts.append(_gathers("llama", plan))
+        assert counts[-1] == sum(
+            t.messages for t in plan.predicted.traffic if (t.collective, t.phase) == ("all_gather", "forward")
+        )
+    assert counts[1] > counts[0]
+
+
+def _gathers(name: str, plan: Plan) -> int:
+    """Of parameters, in forward: backward does not need all of them (an embedding's)."""
+    case = CASES[name]
+    made = rehearse(capture(case.build(), case.batch(torch.Generator())), plan, inductor=False)
+    return sum(map(graphs.gathers, made.forward.graph.nodes))
+
+
+@pytest.mark.parametrize(("name", "codegen"), [("attention", "eager"), in_full("llama", "eager"), in_full("attention", "inductor")])
+def test_gathered_apart(two: Cluster, name: str, codegen: str) -> None:
+    plan = _with_apart(name, 1000, Machines(1, 2, DEVICES["cpu"]))
+    without = replace(plan, apart=0)
+    assert _gathers(name, plan) > _gathers(name, without)
+    for distance in two.run(measure, name, config("auto", plan=plan, codegen=codegen, replicate_below="auto")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def test_who_goes_apart_is_large_enough_for_a_collective_of_its_own() -> None:
+    assert 2**20 < choose_apart(_group(8), Machines(1, 8, DEVICES["h100"])) < 2**27
+    few = choose_apart(_group(8), Machines(1, 8, DEVICES["h100"]))
+    assert few < choose_apart(_group(64), Machines(8, 8, DEVICES["h100"]))
 
 
 def _group(processes: int, elements: int = 2**21) -> GroupCost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +25,7 @@ from autoshard.inventory import take_inventory
 from autoshard.passes import graphs as passgraphs
 from autoshard.passes import registry
 from autoshard.passes.base import Context
+from autoshard.passes.bucket import Bucket
 from autoshard.passes.choose_zero import make_plan
 from autoshard.passes.dump import Dump
 from autoshard.passes.early_matmuls import EarlyMatmuls
@@ -306,6 +307,15 @@ def test_gathers_start_one_bucket_ahead_and_two_reductions_are_on_their_way() ->
     assert len(starts) == 4 and most == 3 and on_their_way == 0
 
 
+@pytest.mark.parametrize("spec", [registry.DEFAULT, registry.DEFAULT.replace("overlap", "overlap{ahead=3}")])
+def test_gathers_start_as_far_ahead_as_the_plan_or_the_pass_says(spec: str) -> None:
+    model = Blocks()
+    plan = replace(plan_for(model, 3), ahead=1 if "ahead" in spec else 3)
+    graphs = rewritten(model, torch.randn(4, 8), plan, spec)
+    kinds = [k for k in map(_kind, graphs["forward"].graph.nodes) if k]
+    assert kinds[:6] == ["gather", "gather", "gather", "wait", "gather", "mm"]
+
+
 def _kind(node: torch.fx.Node) -> str:
     table = {"all_gather": "gather", "wait_tensor": "wait", "aten.addmm": "mm", "aten.mm": "mm", "reduce_sc": "reduce"}
     return next((kind for name, kind in table.items() if name in str(node.target)), "")
@@ -316,6 +326,19 @@ def test_buckets_can_be_cut() -> None:
     spec = registry.DEFAULT.replace("bucket", "bucket{mb=0.5}")
     graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 2), spec)
     assert len(collectives(graphs["forward"])) == 7  # each layer's weight (1 MB) and bias apart
+
+
+def test_every_process_cuts_buckets_alike() -> None:
+    """By what is whole: of the last rows some processes have fewer."""
+    whole, rows, ours = torch.empty(3, 100), [torch.empty(n, 100) for n in (2, 1)], []
+    for own in rows:
+        graph = torch.fx.Graph()
+        given = [graph.placeholder(f"grad{i}") for i in range(4)]
+        members = [graph.call_function(passgraphs.REDUCE_GRAD, (g, list(own.shape), own.dtype, "size=2 mean=2", "p")) for g in given]
+        for node, value in [*((g, whole) for g in given), *((m, own) for m in members)]:
+            node.meta["val"] = value
+        ours.append([len(part) for part in Bucket(mb=0.003)._cut(members)])
+    assert ours[0] == ours[1] == [2, 2]
 
 
 def test_without_lowering_the_logical_ops_stay() -> None:

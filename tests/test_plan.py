@@ -122,7 +122,7 @@ def test_no_copy_is_kept_where_not_even_one_fits() -> None:
 
     plans = [make_plan(_blocks(), Config(zero=3, memory_budget=b), _where(8, b), forecast) for b in (60, 120)]
     assert [_kept(plan) for plan in plans] == [[], ["layers.3"]]
-    assert any("no gathered copy kept" in why for why in plans[0].why)
+    assert any("no whole copy kept" in why for why in plans[0].why)
 
 
 def test_the_only_group_is_gathered_again() -> None:

@@ -22,7 +22,7 @@ class GroupCost:
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction,
-    message and node as in the plan. replicas: processes that hold the same rows.
+    message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold the same rows.
     """
 
     elements: int
@@ -38,6 +38,7 @@ class GroupCost:
     compress_itemsize: int = 0
     message: int = 0
     node: int = 0
+    apart: tuple[int, ...] = ()
 
     @property
     def compressed(self) -> bool:
@@ -79,7 +80,8 @@ def _gathered(groups: tuple[GroupCost, ...]) -> int:
     bytes_of = [(g, g.elements * g.compute_itemsize) for g in groups if g.optimizer_degree > 1]
     kept = sum(b // g.parameter_degree for g, b in bytes_of if g.parameter_degree < g.optimizer_degree)
     passing = sorted((b for g, b in bytes_of if g.parameter_degree > 1), reverse=True)
-    return max(kept + sum(passing[:1]), sum(passing[:2]))  # those used last are kept: no two others are alive beside them
+    beside = 1 if any(g.parameter_degree == 1 for g, _ in bytes_of) else 2  # those used last are kept: no two others beside them
+    return max(kept + sum(passing[:beside]), sum(passing[:2]))
 
 
 def _buckets(groups: tuple[GroupCost, ...]) -> int:
@@ -104,12 +106,14 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
     """(collective, phase, payload bytes, processes, the most bytes in one message) of one group in one step."""
     replicas = cluster.group(g.replicas, g.optimizer_degree)
     steps = levels(g, cluster) if g.optimizer_degree > 1 else []
-    payload, between = g.elements * g.compute_itemsize, len(steps) == 1 or g.parameter_degree > g.node
+    whole, between = g.elements * g.compute_itemsize, len(steps) == 1 or g.parameter_degree > g.node
     for part, over in steps:
         most = 0 if g.node and part == 1 else g.message // part
-        yield "all_gather", "forward", payload // part, over, most
-        if g.parameter_degree > 1 and (between or part == 1):
-            yield "all_gather", "backward", payload // part, over, most
+        again = g.parameter_degree > 1 and (between or part == 1)
+        alone = [] if g.node and part == 1 else [n * g.compute_itemsize for n in g.apart]  # inside of nodes rows are put in order
+        for phase in ("forward", "backward") if again else ("forward",):
+            for payload in (*alone, *filter(None, [whole - sum(alone)])):
+                yield "all_gather", phase, payload // part, over, most
         if g.trained:
             yield g.reduction, "backward", g.reduced_bytes // part, over, most
     if not g.trained:

@@ -33,7 +33,7 @@ class Layout:
     reduce: dtype in which gradients travel to be summed; None leaves the gradient's own.
     reduction: as in `ParameterGroup`.
     compress: dtype in which gradients travel, whatever they are summed in; None: that of the sum.
-    message, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
+    message, apart, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
         place on their nodes; "" where there is no node. See `levels`.
     turns: how many chunks a process of `group` has of a parameter: those whose number is its own, and every `size`-th behind.
     """
@@ -48,6 +48,7 @@ class Layout:
     reduction: str = "reduce_scatter"
     compress: torch.dtype | None = None
     message: int = 0
+    apart: int = 0
     node: int = 0
     inside: str = ""
     across: str = ""
@@ -70,7 +71,7 @@ class Layout:
 
     @property
     def divided(self) -> bool:
-        """Whether the mean's division is done before or after gradients are packed."""
+        """Whether packing divides nothing: what is compressed is divided when it is summed, and one process's mean is its own."""
         return self.compress is not None or self.mean_over == 1
 
     def travels(self, dtype: torch.dtype) -> torch.dtype:
@@ -94,7 +95,8 @@ class Layout:
         a node, where that makes the whole. Gradients go the other way, and are divided once."""
         nodes = self.size // self.node
         plain = replace(self, node=0, inside="", across="")
-        across = replace(plain, group=self.across, size=nodes, mean_over=1, message=self.message // self.node)
+        across = replace(plain, group=self.across, size=nodes, mean_over=1)
+        across = replace(across, message=-(-self.message // self.node), apart=-(-self.apart // self.node))
         return across, replace(plain, group=self.inside, size=self.node, turns=nodes, message=0)
 
     def __str__(self) -> str:
@@ -109,6 +111,7 @@ class Layout:
             "reduction": self.reduction if self.reduction != "reduce_scatter" else "",
             "compress": name_of_dtype(self.compress) if self.compress else "",
             "message": self.message or "",
+            "apart": self.apart or "",
             "node": self.node or "",
             "inside": self.inside,
             "across": self.across,
@@ -133,6 +136,7 @@ class Layout:
             reduction=fields.get("reduction", "reduce_scatter"),
             compress=dtype_or_own(fields.get("compress", "")),
             message=int(fields.get("message", 0)),
+            apart=int(fields.get("apart", 0)),
             node=int(fields.get("node", 0)),
             inside=fields.get("inside", ""),
             across=fields.get("across", ""),
@@ -156,6 +160,7 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         reduce=dtype_or_own(plan.reduce),
         reduction=group.reduction,
         message=plan.message,
+        apart=plan.apart if sharded else 0,
         node=node,
         inside=name_of([INSIDE]) if node else "",
         across=name_of([ACROSS]) if node else "",

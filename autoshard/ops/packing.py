@@ -17,32 +17,45 @@ from autoshard.ops.layout import Layout
 from autoshard.ops.wire import Shape
 
 
-def _is_view(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> bool:
-    """Whether it travels as it lies."""
-    if len(full) > 1 or layout.turns > 1 or not wire.is_even(full, layout):
-        return False
-    return len(wire.cut(wire.counts(full, layout), layout.most(dtype))) == 1
-
-
 def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
-    """See `wire.pack_shards`."""
+    """What goes apart, and then the others in the flat tensors of `wire.pack_shards`."""
     dtype = layout.compute or shards[0].dtype
-    if _is_view(full, dtype, layout) and (shards[0].numel(),) == wire.counts(full, layout):  # between nodes rows may be short
-        return [shards[0].to(dtype).reshape(-1)]
+    alone, others = _parted(full, dtype, layout)
+    found = [_row(shards[i], full[i], dtype, layout) for i in alone]
+    return found + _packed([shards[i] for i in others], tuple(full[i] for i in others), layout) if others else found
+
+
+def _parted(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> tuple[Sequence[int], list[int]]:
+    """Which parameters go apart, and which do not."""
+    alone = wire.apart(full, layout, dtype)
+    return alone, [i for i in range(len(full)) if i not in alone]
+
+
+def _row(shard: Tensor, full: Shape, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A shard as it lies; between nodes the last ones are short, and padded."""
+    if (shard.numel(),) == wire.counts((full,), layout):
+        return shard.to(dtype).reshape(-1)
+    return _packed([shard], (full,), layout)[0]
+
+
+def _packed(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     return torch.ops.autoshard.pack_shards(shards, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
 
 
 def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
-    """See `wire.unpack_full`."""
-    if _is_view(full, gathered[0].dtype, layout):
-        return [gathered[0].view(full[0])]
-    return torch.ops.autoshard.unpack_full(gathered, *wire.flat_shapes(full), str(layout))  # type: ignore[no-any-return]
+    """What went apart where it lies, and the others as by `wire.unpack_full`."""
+    alone, others = _parted(full, gathered[0].dtype, layout)
+    found = {i: brought.view(full[i]) for i, brought in zip(alone, gathered)}
+    if others:
+        shapes = wire.flat_shapes(tuple(full[i] for i in others))
+        found |= zip(others, torch.ops.autoshard.unpack_full(gathered[len(alone) :], *shapes, str(layout)))
+    return [found[i] for i in range(len(full))]
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """See `wire.pack_grads`."""
     dtype = layout.travels(grads[0].dtype)
-    if _is_view(wire.shapes_of(grads), dtype, layout):
+    if len(grads) == 1 and wire.apart(wire.shapes_of(grads), layout, dtype):
         flat = grads[0].to(dtype).reshape(-1)
         return [flat if layout.divided else flat / layout.mean_over]
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]

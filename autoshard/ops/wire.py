@@ -59,6 +59,21 @@ def is_even(full: tuple[Shape, ...], layout: Layout) -> bool:
 
 
 @functools.cache
+def apart(full: tuple[Shape, ...], layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
+    """Which parameters of these full shapes are gathered by themselves, as they lie: the large ones, or the only one, if every
+    process has as much of it and that is one message."""
+    sizes, most, least = counts(full, layout), layout.most(dtype), layout.apart
+    return tuple(
+        i
+        for i, (shape, size) in enumerate(zip(full, sizes))
+        if layout.turns == 1
+        and is_even((shape,), layout)
+        and (not most or size <= most)
+        and (len(full) == 1 or 0 < least <= size * layout.size * dtype.itemsize)
+    )
+
+
+@functools.cache
 def cut(sizes: tuple[int, ...], most: int) -> tuple[Piece, ...]:
     """What lies in each of the flat tensors in which parameters with so many elements of a process travel: as long as each other
     but for the last, and of at most `most` of those elements; 0: in one."""

@@ -1,9 +1,9 @@
-"""Rewrite: one message a group of parameters and direction, in the plan's order.
+"""Rewrite: one bucket a group of parameters, direction and step, in the plan's order.
 
 [Note: Order of collectives]
 Every process must issue the same collectives in the same order, and each compiles alone. So the order comes
 from the plan and from nothing else: gathers of a forward in the order of first use, reductions in its reverse, gathers
-of a backward in the reverse of the order of last use. Where a local graph would use groups in another order, its gathers
+of a backward in the reverse of the order of last use; of two steps the second behind the first. Where a local graph would use groups in another order, its gathers
 move up and its reductions move down. What is whole on every process has no gather, and stays where it is used.
 """
 
@@ -63,13 +63,14 @@ class Bucket:
         return [part for members in ordered for part in self._cut(members)]
 
     def _cut(self, members: list[Node]) -> list[list[Node]]:
-        """Runs of members of at most `mb` megabytes each."""
+        """Runs of members of at most `mb` megabytes each, of what is whole: rows are not as many on every process."""
         if self.mb <= 0:
             return [members]
         parts: list[list[Node]] = [[]]
         size = 0
         for node in members:
-            value = graphs.example(node)
+            whole: Any = node if graphs.is_call(node, graphs.UNSHARD) else node.args[0]
+            value = graphs.example(whole)
             size += value.numel() * value.element_size()
             if parts[-1] and size > self.mb * 1e6:
                 parts.append([])
@@ -79,7 +80,7 @@ class Bucket:
 
 
 def _step(op: Any, layout: str) -> bool:
-    """Whether it is the second of two steps: gathers go inside of nodes after they went between them."""
+    """Of two steps, which one comes first: gathers go inside of nodes after they went between them, reductions before."""
     return (Layout.parse(layout).turns > 1) == (op is graphs.UNSHARD)
 
 

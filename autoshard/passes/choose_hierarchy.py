@@ -31,7 +31,7 @@ def choose_hierarchy(largest: GroupCost, cluster: Cluster) -> int:
 
 
 def _seconds(cost: GroupCost, cluster: Cluster) -> float:
-    """One gather and one reduction."""
-    reduction = choose_reduction(cost, cluster)
-    gathered = step.seconds("all_gather", cost.elements * cost.compute_itemsize, cost, cluster)
-    return gathered + step.seconds(reduction, cost.reduced_bytes, cost, cluster)
+    """One gather and one reduction; what lies between two steps is written, and read again for the second."""
+    reduction, whole = choose_reduction(cost, cluster), cost.elements * cost.compute_itemsize
+    copied = 4 * (whole + cost.reduced_bytes) / cost.node / cluster.device.bandwidth if cost.node else 0.0
+    return copied + step.seconds("all_gather", whole, cost, cluster) + step.seconds(reduction, cost.reduced_bytes, cost, cluster)

@@ -1,9 +1,14 @@
-"""Decision: how much of a group's parameters or gradients goes in one message. All of it, unless the transport brings more bytes a
-second in smaller ones, as gloo does between nodes: it sends the whole of a gather or of an all-to-all at once, and what comes back
-waits in the queues of the network behind what goes out. (Its all-reduces it cuts itself.)"""
+"""Decision: how much of a group's parameters or gradients goes in one message, and what goes in one of its own.
+
+All of a group goes in one, unless the transport brings more bytes a second in smaller ones, as gloo does between nodes: it sends the
+whole of a gather or of an all-to-all at once, and what comes back waits in the queues of the network behind what goes out. (Its
+all-reduces it cuts itself.) Large parameters are gathered by themselves, and then used where they arrive."""
 
 from __future__ import annotations
 
+import math
+
+from autoshard.cost_model import collectives
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import table_name
 from autoshard.cost_model.kernels import look_up
@@ -30,3 +35,10 @@ def choose_message(largest: GroupCost, cluster: Cluster) -> int:
         best = whole if best == sizes[-1] else best
     best = max(best, -(-whole // PIECES))
     return best * part if best < whole else 0
+
+
+def choose_apart(largest: GroupCost, cluster: Cluster) -> int:
+    """From how many bytes on a parameter is gathered by itself: where to copy it out of what came together, reading and writing
+    it once, takes longer than one more collective of next to nothing."""
+    part, over = levels(largest, cluster)[0]
+    return math.ceil(collectives.seconds("all_gather", over.size, over, cluster.device) * cluster.device.bandwidth / 2) * part

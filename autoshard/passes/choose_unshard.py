@@ -39,11 +39,11 @@ def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pl
     if budget is None or not dropped(plan):
         return found
     if found.predicted.peak_bytes > budget:
-        none = forecast(keeping_none(plan)).because("no gathered copy kept for backward: the budget has no room")
+        none = forecast(keeping_none(plan)).because("no whole copy kept for backward: the budget has no room")
         return none if none.predicted.peak_bytes < found.predicted.peak_bytes else found
     if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
         return found
-    count = _most(len(dropped(plan)), lambda more: _at_most(forecast(keeping(plan, more)).predicted) <= budget)
+    count = _most(len(dropped(plan)), lambda more: at_most(forecast(keeping(plan, more)).predicted) <= budget)
     kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
     return forecast(keeping(plan, count)).because(kept) if count else found
 
@@ -57,6 +57,6 @@ def _most(of: int, fits: Callable[[int], bool]) -> int:
     return fewest
 
 
-def _at_most(predicted: Prediction) -> float:
+def at_most(predicted: Prediction) -> float:
     """Bytes that a step may take, fragments and what predictions have been off by in them."""
     return max(predicted.peak_bytes, predicted.reserved or 0) * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))

@@ -8,14 +8,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from autoshard.config import Config
 from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_named, name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.ops import wire
+from autoshard.ops.layout import layout_of
 from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
-from autoshard.passes.choose_message import choose_message
+from autoshard.passes.choose_message import choose_apart, choose_message
+from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_reduction import choose_reduction
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.group_parameters import blocks_of, group_parameters
@@ -60,17 +65,20 @@ def make_plan(
     fit = fit if config.recompute == "auto" else None
     plans = at_stages(inventory, config, where)
 
+    def whole(plan: Plan) -> Plan:
+        return forecast(predict(plan, inventory, where.states(config), where.cluster))
+
     def look(plan: Plan, budget: int | None) -> Plan:
-        return choose_unshard(plan, budget, lambda p: forecast(predict(p, inventory, where.states(config), where.cluster)))
+        return choose_unshard(plan, budget, whole)
 
     if config.zero == "auto":
-        return _choose(plans, config, where, look, fit)
+        return choose_prefetch(_choose(plans, config, where, look, fit), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
     if budget is not None:
         plan = _fitted(plan, budget, fit)
     _check_budget([plan], config, where)
-    return plan.because(f"zero={config.zero} was asked for")
+    return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), budget, whole)
 
 
 def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:
@@ -202,6 +210,7 @@ def _at_stage(
     )
     plan = _with_hierarchy(plan, inventory, where.cluster, config.hierarchy)
     plan = _with_messages(_with_reductions(plan, inventory, where.cluster), inventory, where.cluster)
+    plan = _with_some_apart(plan, inventory, where.cluster)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     return predict(plan, inventory, where.states(config), where.cluster)
 
@@ -221,8 +230,10 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
 
 def _with_hierarchy(plan: Plan, inventory: Inventory, cluster: Cluster, asked: str) -> Plan:
     largest = _largest(plan, inventory)
-    if largest is None or asked == "flat":
+    if asked == "flat":
         return plan
+    if largest is None:
+        return plan if asked == "auto" else plan.because(f"hierarchy={asked!r}: no rows are shared, so nothing goes in two steps")
     if asked == "auto":
         node = choose_hierarchy(largest, cluster)
         why = "between nodes first, and inside of them after: less time than in one step over all processes"
@@ -240,7 +251,7 @@ def _with_hierarchy(plan: Plan, inventory: Inventory, cluster: Cluster, asked: s
 def _with_node_copies(plan: Plan) -> Plan:
     """What backward gathers again comes from the processes of a node."""
     if not dropped(plan):
-        return plan
+        return plan.because("hierarchy='hpz': backward gathers nothing again at this stage, so nodes keep no copies")
     groups = (replace(g, degrees=replace(g.degrees, parameter=min(g.degrees.parameter, plan.node))) for g in plan.groups)
     return replace(plan, groups=tuple(groups)).because("each node keeps a copy of the parameters, from which backward gathers")
 
@@ -257,6 +268,15 @@ def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     if not most:
         return plan
     return replace(plan, message=most).because(f"messages of at most {bytes_text(most)}: gloo fills links better with those")
+
+
+def _with_some_apart(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    largest = _largest(plan, inventory)
+    found = replace(plan, apart=choose_apart(largest, cluster)) if largest else plan
+    count = sum(len(cost.apart) for cost in _costs(found, inventory))
+    if not count:
+        return plan
+    return found.because(f"{counted(count, 'parameter', 'parameters')} of {bytes_text(found.apart)} or more: gathered apart, with less to copy")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
@@ -303,7 +323,19 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         compress_itemsize=_itemsize(plan.compression, 0),
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
+        apart=_apart(plan, group, infos),
     )
+
+
+def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
+    """Elements of each parameter that is gathered by itself."""
+    layout, shapes = layout_of(group, plan, "+".join), tuple(p.shape for p in infos)
+    if not layout.apart:
+        return ()
+    if layout.node:
+        layout, inside = layout.levels()
+        shapes = tuple(inside.with_chunk(shape) for shape in shapes)
+    return tuple(infos[i].elements for i in wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype)))
 
 
 def _itemsize(name: str, otherwise: int) -> int:

@@ -1,7 +1,6 @@
-"""Rewrite: gathers start one bucket ahead of their use, reductions are waited for two buckets later.
+"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two buckets later.
 
-A first schedule: it hides communication behind the computation next to it. With two reductions on their way the
-link never waits for the computation, and no more than their buckets are held.
+With two reductions on their way the link never waits for the computation, and no more than their buckets are held.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from autoshard.passes.base import Context, Stage
 
 @dataclass(frozen=True)
 class Overlap:
-    """ahead: how many buckets before its use a gather starts. behind: how many reductions start before one is
-    waited for."""
+    """ahead: how many buckets before its use a gather starts; 0: as the plan says. behind: how many reductions start before
+    one is waited for."""
 
-    ahead: int = 1
+    ahead: int = 0
     behind: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("ahead", "behind"):
-            if getattr(self, name) < 1:
-                raise PassError(f"passes: overlap{{{name}={getattr(self, name)}}} is not legal; legal: 1 or more")
+        for name, least in (("ahead", 0), ("behind", 1)):
+            if getattr(self, name) < least:
+                raise PassError(f"passes: overlap{{{name}={getattr(self, name)}}} is not legal; legal: {least} or more")
 
     name: ClassVar[str] = "overlap"
     stage: ClassVar[Stage] = "split"
@@ -38,15 +37,15 @@ class Overlap:
     bitwise: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
-        self._prefetch(gm)
+        self._prefetch(gm, self.ahead or context.plan.ahead)
         if context.phase == "backward":
             self._wait_late(gm)
         return gm
 
-    def _prefetch(self, gm: GraphModule) -> None:
+    def _prefetch(self, gm: GraphModule, ahead: int) -> None:
         buckets = _messages([node for node in gm.graph.nodes if graphs.gathers(node)])
         waits = [next(iter(bucket[-1].users)) for bucket in buckets]
-        ahead = self.ahead * _steps(gm, buckets)
+        ahead *= 2 if any(_follows_another(bucket[0]) for bucket in buckets) else 1
         head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
         for i, bucket in enumerate(buckets):
             target = waits[i - ahead] if i >= ahead else head
@@ -77,10 +76,15 @@ class Overlap:
                 end = chain[0]
 
 
-def _steps(gm: GraphModule, buckets: Sequence[list[Node]]) -> int:
-    """In how many steps parameters are gathered: two where a gather takes what another one brought."""
-    first = set(graphs.dependents(gm, buckets[0])) if buckets else set()
-    return 2 if any(first.intersection(bucket) for bucket in buckets[1:]) else 1
+def _follows_another(gather: Node) -> bool:
+    """Whether a gather takes what another one brought, between nodes."""
+    todo = list(gather.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if graphs.gathers(node):
+            return True
+        todo.extend(node.all_input_nodes)
+    return False
 
 
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:

@@ -1,0 +1,69 @@
+"""How far ahead gathers start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.errors import PassError, PlanError
+from autoshard.passes.choose_prefetch import choose_prefetch
+from autoshard.passes.overlap import Overlap
+from autoshard.plan import Plan, Prediction
+from autoshard.planning import first_look
+from tests.cluster import Cluster
+from tests.models import DEEP
+from tests.parity import measure
+from tests.small import TOLERANCE, Net, config
+
+TWO = Machines(2, 1, DEVICES["cpu"])
+
+
+def _forecast(*waiting: float, memory: int = 10) -> tuple[Plan, list[int]]:
+    """A plan that waits so long by how far ahead gathers start, and what was then simulated."""
+    asked: list[int] = []
+
+    def forecast(plan: Plan) -> Plan:
+        asked.append(plan.ahead)
+        seconds = {"compute": 8.0, "waiting": waiting[plan.ahead - 1], "optimizer": 1.0}
+        return replace(plan, predicted=Prediction({"gathered": memory * plan.ahead}, seconds=seconds))
+
+    plan = forecast(first_look(Net(), config(3), TWO))
+    asked.clear()
+    return choose_prefetch(plan, 25 if memory > 10 else None, forecast), asked
+
+
+def test_as_far_ahead_as_it_pays() -> None:
+    assert (_forecast(2, 1, 0.99)[0].ahead, _forecast(2, 1, 0.99)[1]) == (2, [2, 3])
+    assert (_forecast(2, 1.5, 1.0, 0.5)[0].ahead, _forecast(2, 1.5, 1.0, 0.5)[1]) == (4, [2, 3, 4])
+    assert (_forecast(2, 2)[0].ahead, _forecast(2, 2)[1]) == (1, [2])
+    assert (_forecast(0.01)[0].ahead, _forecast(0.01)[1]) == (1, [])
+    assert _forecast(2, 1, 0.5, memory=12)[0].ahead == 2
+    assert any("gathers start 2 groups before" in why for why in _forecast(2, 1, 1)[0].why)
+
+
+def test_not_where_nothing_was_simulated_or_nothing_is_gathered() -> None:
+    for zero in (0, 3):
+        plan = first_look(Net(), config(zero), TWO)
+        assert choose_prefetch(plan, None, lambda p: pytest.fail("simulated")) is plan
+
+
+def test_what_is_not_legal_is_refused() -> None:
+    plan = first_look(Net(), config(3), TWO)
+    with pytest.raises(PlanError, match="ahead: 0 is not legal"):
+        replace(plan, ahead=0)
+    with pytest.raises(PassError, match=r"overlap\{ahead=-1\} is not legal; legal: 0 or more"):
+        Overlap(ahead=-1)
+
+
+def test_a_plan_says_how_far(two: Cluster) -> None:
+    """And trains as the plain model, whatever it says."""
+    case = DEEP["gpt2_deep"]
+    plan = autoshard.plan(case.build(), case.batch(torch.Generator()), config(3), TWO)
+    assert Plan.from_json(replace(plan, ahead=3).to_json()).ahead == 3
+    for distance in two.run(measure, "gpt2_deep", config("auto", plan=replace(plan, ahead=3), replicate_below="auto")):
+        assert distance.worst <= TOLERANCE, distance
