@@ -128,9 +128,10 @@ def test_numbers_are_those_of_the_plain_model(four: Cluster, name: str, zero: in
 )
 def test_with_what_else_a_plan_says(four: Cluster, options: dict[str, Any]) -> None:
     plan = replace(_planned("odd", 3, "hpz"), **options)
-    bound = TOLERANCE if {"message", "apart"} & options.keys() else 0.1
+    exact = bool({"message", "apart"} & options.keys())
     for distance in four.run(measure, "odd", config("auto", plan=plan, replicate_below="auto")):
-        assert distance.worst <= bound, distance
+        worst = distance.worst if exact else max(distance.gradient, distance.parameter)  # a loss may be next to nothing
+        assert worst <= (TOLERANCE if exact else 0.1), distance
 
 
 @pytest.mark.full
