@@ -8,21 +8,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from autoshard.config import Config
 from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
-from autoshard.dtypes import dtype_named, name_of_dtype
+from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
-from autoshard.inventory import Inventory, ParameterInfo, floating
-from autoshard.ops import wire
-from autoshard.ops.layout import layout_of
-from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
-from autoshard.passes.choose_message import choose_apart, choose_message
+from autoshard.inventory import Inventory
 from autoshard.passes.choose_prefetch import choose_prefetch
-from autoshard.passes.choose_reduction import choose_reduction
+from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
+from autoshard.passes.costs import costs_of
 from autoshard.passes.group_parameters import blocks_of, group_parameters
 from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
 from autoshard.units import bytes_text, counted
@@ -208,75 +203,9 @@ def _at_stage(
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
-    plan = _with_hierarchy(plan, inventory, where.cluster, config.hierarchy)
-    plan = _with_messages(_with_reductions(plan, inventory, where.cluster), inventory, where.cluster)
-    plan = _with_some_apart(plan, inventory, where.cluster)
+    plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     return predict(plan, inventory, where.states(config), where.cluster)
-
-
-def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    costs = _costs(plan, inventory)
-    chosen = [choose_reduction(cost, cluster) for cost in costs]
-    plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
-    if plan.compression and (plan.leaves_alone or not any(cost.compressed for cost in costs)):
-        return replace(plan, compression="").because(f"compression={plan.compression!r}: no gradients travel in more bits")
-    if plan.compression:
-        return plan.because(f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
-    if "all_to_all" not in chosen:
-        return plan
-    return plan.because("gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
-
-
-def _with_hierarchy(plan: Plan, inventory: Inventory, cluster: Cluster, asked: str) -> Plan:
-    largest = _largest(plan, inventory)
-    if asked == "flat":
-        return plan
-    if largest is None:
-        return plan if asked == "auto" else plan.because(f"hierarchy={asked!r}: no rows are shared, so nothing goes in two steps")
-    if asked == "auto":
-        node = choose_hierarchy(largest, cluster)
-        why = "between nodes first, and inside of them after: less time than in one step over all processes"
-        return replace(plan, node=node).because(why) if node else plan
-    node = node_of(largest, cluster)
-    if not node:
-        raise ConfigError(
-            f"hierarchy: {asked!r} is for several nodes of several processes that all share rows; here are "
-            f"{counted(cluster.nodes, 'node', 'nodes')} of {cluster.per_node}, axes {dict(plan.axes)}; legal here: 'auto' or 'flat'"
-        )
-    plan = replace(plan, node=node).because(f"hierarchy={asked!r} was asked for")
-    return _with_node_copies(plan) if asked == "hpz" else plan
-
-
-def _with_node_copies(plan: Plan) -> Plan:
-    """What backward gathers again comes from the processes of a node."""
-    if not dropped(plan):
-        return plan.because("hierarchy='hpz': backward gathers nothing again at this stage, so nodes keep no copies")
-    groups = (replace(g, degrees=replace(g.degrees, parameter=min(g.degrees.parameter, plan.node))) for g in plan.groups)
-    return replace(plan, groups=tuple(groups)).because("each node keeps a copy of the parameters, from which backward gathers")
-
-
-def _largest(plan: Plan, inventory: Inventory) -> step.GroupCost | None:
-    """The largest group of those whose rows are shared."""
-    sharded = (cost for cost in _costs(plan, inventory) if cost.optimizer_degree > 1)
-    return max(sharded, key=lambda cost: cost.elements, default=None)
-
-
-def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    largest = _largest(plan, inventory)
-    most = choose_message(largest, cluster) if largest else 0
-    if not most:
-        return plan
-    return replace(plan, message=most).because(f"messages of at most {bytes_text(most)}: gloo fills links better with those")
-
-
-def _with_some_apart(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    largest = _largest(plan, inventory)
-    found = replace(plan, apart=choose_apart(largest, cluster)) if largest else plan
-    count = sum(len(cost.apart) for cost in _costs(found, inventory))
-    if not count:
-        return plan
-    return found.because(f"{counted(count, 'parameter', 'parameters')} of {bytes_text(found.apart)} or more: gathered apart, with less to copy")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
@@ -294,49 +223,7 @@ def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], .
 
 def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> Plan:
     """The plan with what the cost model says of it."""
-    costs = _costs(plan, inventory)
+    costs = costs_of(plan, inventory)
     traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster))
     prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
     return replace(plan, predicted=prediction)
-
-
-def _costs(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
-    infos = {p.name: p for p in inventory.parameters}
-    return [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
-
-
-def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
-    itemsize = max((p.itemsize for p in infos), default=4)
-    compute = _itemsize(plan.compute, itemsize)
-    trained = sum(p.elements for p in infos if p.trained and p.used and floating(p.dtype))
-    return step.GroupCost(
-        elements=sum(p.elements for p in infos),
-        trained=trained,
-        itemsize=itemsize,
-        compute_itemsize=compute,
-        reduce_itemsize=_itemsize(plan.reduce, compute),
-        parameter_degree=group.degrees.parameter,
-        gradient_degree=group.degrees.gradient,
-        optimizer_degree=group.degrees.optimizer,
-        replicas=plan.world // group.degrees.optimizer,
-        reduction=group.reduction,
-        compress_itemsize=_itemsize(plan.compression, 0),
-        message=plan.message,
-        node=plan.node if group.degrees.optimizer > 1 else 0,
-        apart=_apart(plan, group, infos),
-    )
-
-
-def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
-    """Elements of each parameter that is gathered by itself."""
-    layout, shapes = layout_of(group, plan, "+".join), tuple(p.shape for p in infos)
-    if not layout.apart:
-        return ()
-    if layout.node:
-        layout, inside = layout.levels()
-        shapes = tuple(inside.with_chunk(shape) for shape in shapes)
-    return tuple(infos[i].elements for i in wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype)))
-
-
-def _itemsize(name: str, otherwise: int) -> int:
-    return dtype_named(name).itemsize if name else otherwise

@@ -1,0 +1,89 @@
+"""Decision: how the rows of a plan travel. In one step or two (`choose_hierarchy`), by which collective (`choose_reduction`), in how
+many messages and which parameters by themselves (`choose_message`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.cost_model import step
+from autoshard.cost_model.cluster import Cluster
+from autoshard.errors import ConfigError
+from autoshard.inventory import Inventory
+from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
+from autoshard.passes.choose_message import choose_apart, choose_message
+from autoshard.passes.choose_reduction import choose_reduction
+from autoshard.passes.choose_unshard import dropped
+from autoshard.passes.costs import costs_of
+from autoshard.plan import Plan
+from autoshard.units import bytes_text, counted
+
+
+def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy: str) -> Plan:
+    """The plan with all of that. hierarchy: as in `Config`; ConfigError if that is not possible here."""
+    plan = _with_hierarchy(plan, inventory, cluster, hierarchy)
+    plan = _with_messages(_with_reductions(plan, inventory, cluster), inventory, cluster)
+    return _with_some_apart(plan, inventory, cluster)
+
+
+def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    costs = costs_of(plan, inventory)
+    chosen = [choose_reduction(cost, cluster) for cost in costs]
+    plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
+    if plan.compression and (plan.leaves_alone or not any(cost.compressed for cost in costs)):
+        return replace(plan, compression="").because(f"compression={plan.compression!r}: no gradients travel in more bits")
+    if plan.compression:
+        return plan.because(f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
+    if "all_to_all" not in chosen:
+        return plan
+    return plan.because("gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
+
+
+def _with_hierarchy(plan: Plan, inventory: Inventory, cluster: Cluster, asked: str) -> Plan:
+    largest = _largest(plan, inventory)
+    if asked == "flat":
+        return plan
+    if largest is None:
+        return plan if asked == "auto" else plan.because(f"hierarchy={asked!r}: no rows are shared, so nothing goes in two steps")
+    if asked == "auto":
+        node = choose_hierarchy(largest, cluster)
+        why = "between nodes first, and inside of them after: less time than in one step over all processes"
+        return replace(plan, node=node).because(why) if node else plan
+    node = node_of(largest, cluster)
+    if not node:
+        raise ConfigError(
+            f"hierarchy: {asked!r} is for several nodes of several processes that all share rows; here are "
+            f"{counted(cluster.nodes, 'node', 'nodes')} of {cluster.per_node}, axes {dict(plan.axes)}; legal here: 'auto' or 'flat'"
+        )
+    plan = replace(plan, node=node).because(f"hierarchy={asked!r} was asked for")
+    return _with_node_copies(plan) if asked == "hpz" else plan
+
+
+def _with_node_copies(plan: Plan) -> Plan:
+    """What backward gathers again comes from the processes of a node."""
+    if not dropped(plan):
+        return plan.because("hierarchy='hpz': backward gathers nothing again at this stage, so nodes keep no copies")
+    groups = (replace(g, degrees=replace(g.degrees, parameter=min(g.degrees.parameter, plan.node))) for g in plan.groups)
+    return replace(plan, groups=tuple(groups)).because("each node keeps a copy of the parameters, from which backward gathers")
+
+
+def _largest(plan: Plan, inventory: Inventory) -> step.GroupCost | None:
+    """The largest group of those whose rows are shared."""
+    sharded = (cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1)
+    return max(sharded, key=lambda cost: cost.elements, default=None)
+
+
+def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    largest = _largest(plan, inventory)
+    most = choose_message(largest, cluster) if largest else 0
+    if not most:
+        return plan
+    return replace(plan, message=most).because(f"messages of at most {bytes_text(most)}: gloo fills links better with those")
+
+
+def _with_some_apart(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    largest = _largest(plan, inventory)
+    found = replace(plan, apart=choose_apart(largest, cluster)) if largest else plan
+    count = sum(len(cost.apart) for cost in costs_of(found, inventory))
+    if not count:
+        return plan
+    return found.because(f"{counted(count, 'parameter', 'parameters')} of {bytes_text(found.apart)} or more: gathered apart, with less to copy")

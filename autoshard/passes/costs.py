@@ -1,0 +1,57 @@
+"""What the cost model needs to know of a plan's groups, before there is a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.cost_model import step
+from autoshard.dtypes import dtype_named
+from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.ops import wire
+from autoshard.ops.layout import layout_of
+from autoshard.plan import ParameterGroup, Plan
+
+
+def costs_of(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
+    """One for each of the plan's groups."""
+    infos = {p.name: p for p in inventory.parameters}
+    return [_cost(plan, g, [infos[n] for n in g.parameters]) for g in plan.groups]
+
+
+def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
+    itemsize = max((p.itemsize for p in infos), default=4)
+    compute = _itemsize(plan.compute, itemsize)
+    trained = sum(p.elements for p in infos if p.trained and p.used and floating(p.dtype))
+    return step.GroupCost(
+        elements=sum(p.elements for p in infos),
+        trained=trained,
+        itemsize=itemsize,
+        compute_itemsize=compute,
+        reduce_itemsize=_itemsize(plan.reduce, compute),
+        parameter_degree=group.degrees.parameter,
+        gradient_degree=group.degrees.gradient,
+        optimizer_degree=group.degrees.optimizer,
+        replicas=plan.world // group.degrees.optimizer,
+        reduction=group.reduction,
+        compress_itemsize=_itemsize(plan.compression, 0),
+        message=plan.message,
+        node=plan.node if group.degrees.optimizer > 1 else 0,
+        apart=_apart(plan, group, infos),
+    )
+
+
+def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
+    """Elements of each parameter that is gathered by itself."""
+    layout, shapes = layout_of(group, plan, "+".join), tuple(p.shape for p in infos)
+    if not layout.apart:
+        return ()
+    if layout.node:
+        layout, inside = layout.levels()
+        shapes = tuple(inside.with_chunk(shape) for shape in shapes)
+    return tuple(infos[i].elements for i in wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype)))
+
+
+def _itemsize(name: str, otherwise: int) -> int:
+    return dtype_named(name).itemsize if name else otherwise
