@@ -208,6 +208,7 @@ def test_gathered_apart(two: Cluster, name: str, codegen: str) -> None:
 
 
 def test_who_goes_apart_is_large_enough_for_a_collective_of_its_own() -> None:
+    assert not first_look(Sum(), config(3), Machines(1, 2, DEVICES["cpu"])).apart  # alone in its group, and small
     assert 2**20 < choose_apart(_group(8), Machines(1, 8, DEVICES["h100"])) < 2**27
     few = choose_apart(_group(8), Machines(1, 8, DEVICES["h100"]))
     assert few < choose_apart(_group(64), Machines(8, 8, DEVICES["h100"]))

@@ -43,9 +43,9 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
 
 
 def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
-    """Elements of each parameter that is gathered by itself."""
+    """Elements of each parameter that is gathered by itself, though it is not the only one."""
     layout, shapes = layout_of(group, plan, "+".join), tuple(p.shape for p in infos)
-    if not layout.apart:
+    if not layout.apart or len(infos) == 1:
         return ()
     if layout.node:
         layout, inside = layout.levels()
