@@ -14,11 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_or_own
 from autoshard.errors import ConfigError
-from autoshard.plan import COMPRESSIONS, HIERARCHIES, OPTIMIZER_STATES, POLICIES, Plan
+from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POLICIES, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "triton", "eager")
+HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 MESH_AXES = ("replicate", "shard")
 _DECIDING = (
     "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "hierarchy", "buffers", "replicate_below"
@@ -56,7 +57,8 @@ class Config:
         on several processes.
     hierarchy: how rows travel where there are several nodes of several processes. "flat": in one step over all of them.
         "two_level": parameters between nodes and then inside of them, gradients the other way round. "hpz": so too, and at stage 3
-        each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" on CPUs, where the cost model says that it is faster.
+        each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" on CPUs, where the cost model
+        says that it is faster.
     codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
         stand together are one kernel each).
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of

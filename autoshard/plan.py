@@ -10,13 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autoshard import dtypes
+from autoshard.dtypes import LEGAL
 from autoshard.errors import PlanError
 
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
 COMPRESSIONS = ("bf16", "fp16")
-HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -167,17 +166,13 @@ class Plan:
     why: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if self.compression not in ("", *COMPRESSIONS):
-            raise PlanError(f"plan: compression: {self.compression!r} is not legal; legal: '', {', '.join(COMPRESSIONS)}")
-        for name in ("compute", "reduce"):
-            if getattr(self, name) not in ("", *dtypes.LEGAL):
-                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: '', {', '.join(dtypes.LEGAL)}")
-        for name in ("message", "apart"):
+        for name, legal in (("compression", COMPRESSIONS), ("compute", LEGAL), ("reduce", LEGAL)):
+            if getattr(self, name) not in ("", *legal):
+                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: '', {', '.join(legal)}")
+        for name, least, what in (("message", 0, "bytes"), ("apart", 0, "bytes"), ("ahead", 1, "groups"), ("node", 0, "processes")):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PlanError(f"plan: {name}: {value!r} is not legal; legal: bytes, 0 or more")
-        if isinstance(self.ahead, bool) or not isinstance(self.ahead, int) or self.ahead < 1:
-            raise PlanError(f"plan: ahead: {self.ahead!r} is not legal; legal: groups, 1 or more")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise PlanError(f"plan: {name}: {value!r} is not legal; legal: {what}, {least} or more")
         size = math.prod(n for _, n in self.axes)
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
@@ -201,8 +196,6 @@ class Plan:
                 )
 
     def _check_node(self) -> None:
-        if isinstance(self.node, bool) or not isinstance(self.node, int) or self.node < 0:
-            raise PlanError(f"plan: node: {self.node!r} is not legal; legal: processes, 0 or more")
         if not self.node:
             return
         if self.shard_size != self.world or not 1 < self.node < self.world or self.world % self.node:

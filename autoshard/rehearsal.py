@@ -182,7 +182,7 @@ def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:
         stride *= size
     everyone = cluster.group(plan.world)
     if plan.node:
-        found |= {INSIDE: cluster.group(plan.node), ACROSS: cluster.group(plan.world // plan.node, plan.node)}
+        found[ACROSS], found[INSIDE] = cluster.levels(plan.world, plan.node)
     return {**found, "+".join(a for a, n in plan.axes if n > 1): everyone, EVERYONE: everyone}
 
 

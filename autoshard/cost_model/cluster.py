@@ -44,6 +44,10 @@ class Cluster:
         nodes = min(self.nodes, size, -(-size // on_one) + bool(begins))
         return Group(size, nodes, min(stride, self.per_node) if nodes > 1 else 1)
 
+    def levels(self, size: int, node: int) -> tuple[Group, Group]:
+        """Of `size` processes, `node` of them on each node: those that have the same place on their nodes, and a node's."""
+        return self.group(size // node, node), self.group(node)
+
     def to_yaml(self) -> str:
         """The cluster as text that `from_yaml` reads, meant to be edited by people too."""
         data = asdict(self)

@@ -22,7 +22,8 @@ class GroupCost:
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction,
-    message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold the same rows.
+    message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
+    the same rows.
     """
 
     elements: int
@@ -55,7 +56,8 @@ def levels(g: GroupCost, cluster: Cluster) -> list[tuple[int, Group]]:
     """The steps of a gather, between nodes first: of what part of the whole (a half: 2), over which processes."""
     if not g.node or g.optimizer_degree == 1:
         return [(1, cluster.group(g.optimizer_degree))]
-    return [(g.node, cluster.group(g.optimizer_degree // g.node, g.node)), (1, cluster.group(g.node))]
+    across, inside = cluster.levels(g.optimizer_degree, g.node)
+    return [(g.node, across), (1, inside)]
 
 
 def seconds(name: str, payload: int, g: GroupCost, cluster: Cluster) -> float:
@@ -106,18 +108,16 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
     """(collective, phase, payload bytes, processes, the most bytes in one message) of one group in one step."""
     replicas = cluster.group(g.replicas, g.optimizer_degree)
     steps = levels(g, cluster) if g.optimizer_degree > 1 else []
-    whole, between = g.elements * g.compute_itemsize, len(steps) == 1 or g.parameter_degree > g.node
+    whole = g.elements * g.compute_itemsize
     for part, over in steps:
-        most = 0 if g.node and part == 1 else g.message // part
-        again = g.parameter_degree > 1 and (between or part == 1)
-        alone = [] if g.node and part == 1 else [n * g.compute_itemsize for n in g.apart]  # inside of nodes rows are put in order
+        inside = len(steps) > 1 and part == 1  # of a node, where rows are put in order: nothing is cut, and nothing goes apart
+        most, alone = (0, []) if inside else (g.message // part, [n * g.compute_itemsize for n in g.apart])
+        again = g.parameter_degree > (g.node if part > 1 else 1)
         for phase in ("forward", "backward") if again else ("forward",):
             for payload in (*alone, *filter(None, [whole - sum(alone)])):
                 yield "all_gather", phase, payload // part, over, most
         if g.trained:
             yield g.reduction, "backward", g.reduced_bytes // part, over, most
-    if not g.trained:
-        return
-    if g.replicas > 1:
+    if g.trained and g.replicas > 1:
         for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
             yield collective, "backward", g.reduced_bytes // g.optimizer_degree, replicas, 0

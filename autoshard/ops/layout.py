@@ -70,9 +70,9 @@ class Layout:
         return self.owners or tuple(range(self.size))
 
     @property
-    def divided(self) -> bool:
-        """Whether packing divides nothing: what is compressed is divided when it is summed, and one process's mean is its own."""
-        return self.compress is not None or self.mean_over == 1
+    def divides(self) -> bool:
+        """Whether packing divides gradients: what is compressed is divided when it is summed, and one process's mean is its own."""
+        return self.compress is None and self.mean_over > 1
 
     def travels(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of this one go to be summed."""

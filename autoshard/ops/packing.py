@@ -57,7 +57,7 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     dtype = layout.travels(grads[0].dtype)
     if len(grads) == 1 and wire.apart(wire.shapes_of(grads), layout, dtype):
         flat = grads[0].to(dtype).reshape(-1)
-        return [flat if layout.divided else flat / layout.mean_over]
+        return [flat / layout.mean_over if layout.divides else flat]
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
 
 

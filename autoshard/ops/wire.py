@@ -156,7 +156,7 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     for piece in cut(sizes, layout.most(dtype)):
         flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
         torch.cat([rows[i][:, begin:end] for i, begin, end in piece], 1, out=flat)
-        found.append((flat if layout.divided else flat.div_(layout.mean_over)).view(-1))
+        found.append((flat.div_(layout.mean_over) if layout.divides else flat).view(-1))
     return found
 
 

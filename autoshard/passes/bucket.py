@@ -103,13 +103,7 @@ def _as_early_as(shard: Any, first: Node, at: dict[Node, int]) -> Node:
     """Moves what makes a shard of graph inputs (a detach, or a gather between nodes), as far as it stands behind, before
     `first`."""
     assert isinstance(shard, Node)
-    behind, todo = set[Node](), [shard]
-    while todo:
-        node = todo.pop()
-        if node.op != "placeholder" and at[node] > at[first] and node not in behind:
-            behind.add(node)
-            todo.extend(node.all_input_nodes)
-    for node in sorted(behind, key=at.__getitem__):
+    for node in graphs.sources_behind([shard], first, at):
         first.prepend(node)
         at[node] = at[first]  # in front of it from now on
     return shard

@@ -100,6 +100,17 @@ def dependents(gm: GraphModule, nodes: Iterable[Node]) -> list[Node]:
     return [node for node in gm.graph.nodes if node in found]
 
 
+def sources_behind(nodes: Iterable[Node], limit: Node, at: dict[Node, int]) -> list[Node]:
+    """These nodes and what they are made of, as far as it stands behind `limit`, in graph order. at: `positions`."""
+    found, todo = set[Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node.op != "placeholder" and node not in found and at[node] > at[limit]:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return sorted(found, key=at.__getitem__)
+
+
 def op_counts(gm: GraphModule) -> dict[str, int]:
     """How often each op is called, for diffs."""
     counts: dict[str, int] = {}

@@ -52,7 +52,7 @@ class Overlap:
             assert target is not None  # what is gathered is an input
             at = graphs.positions(gm.graph)
             if at[bucket[-1]] > at[target]:
-                _move_after(_chain(bucket, target, at), target)
+                _move_after(graphs.sources_behind(bucket, target, at), target)
             if i < ahead:
                 head = bucket[-1]
 
@@ -90,19 +90,6 @@ def _follows_another(gather: Node) -> bool:
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:
     """These collectives, in graph order, those together that carry parts of one bucket over one group."""
     return [list(bucket) for _, bucket in itertools.groupby(starts, lambda n: (n.meta["part"], n.target, n.args[-1]))]
-
-
-def _chain(gathers: Sequence[Node], limit: Node, at: dict[Node, int]) -> list[Node]:
-    """The gathers and the copies that feed them, as far as they stand after `limit`."""
-    found: set[Node] = set()
-    todo = list(gathers)
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder" or node in found or at[node] <= at[limit]:
-            continue
-        found.add(node)
-        todo.extend(node.all_input_nodes)
-    return sorted(found, key=at.__getitem__)
 
 
 def _move_after(chain: list[Node], target: Node) -> None:

@@ -1,8 +1,8 @@
 """Rewrite: where the plan has nodes, an unshard becomes two, between nodes and inside of them, and a reduction two the other way.
 
 What lies between is padded: the chunks of all processes that have one's place on their nodes. The sum of a node's gradients is
-rounded to what they travel in. At stage 3 backward makes it
-again, or finds it saved (hpZ): the pass that tags gathered copies sees two of them.
+rounded to what they travel in. At stage 3 backward makes what lies between again, or finds it saved (hpZ): the pass that tags
+gathered copies sees two of them.
 """
 
 from __future__ import annotations
