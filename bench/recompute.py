@@ -72,7 +72,7 @@ def points(name: str, codegen: str, batch: int, folder: Path) -> list[Point]:
     with torch.device("meta"):
         model = make().train()
     here = Cluster(1, 1, measured_here("cpu"))
-    forecaster = Forecaster(capture(model, data(batch, None)), NAMED["adamw"], here, codegen == "inductor")
+    forecaster = Forecaster(capture(model, data(batch, None)), NAMED["adamw"], here, codegen)
     config = autoshard.Config(zero=0, codegen=codegen)  # type: ignore[arg-type]
     plan = make_plan(forecaster.captured.inventory, config, Circumstances(here, None), forecaster)
     top, floor = plan.predicted.peak_bytes, forecaster.fit(plan, 0).predicted.peak_bytes

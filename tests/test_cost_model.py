@@ -94,9 +94,9 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(self.body(x)), torch.zeros(len(x), dtype=torch.long))
 
 
-def _forecaster(model: nn.Module, x: torch.Tensor, world: int, inductor: bool = False) -> Forecaster:
+def _forecaster(model: nn.Module, x: torch.Tensor, world: int, codegen: str = "eager") -> Forecaster:
     torch.compiler.reset()
-    return Forecaster(capture(model, x), NAMED["adamw"], Cluster(1, world, DEVICES["cpu"]), inductor)
+    return Forecaster(capture(model, x), NAMED["adamw"], Cluster(1, world, DEVICES["cpu"]), codegen)
 
 
 def _plan(forecaster: Forecaster, zero: Any) -> Plan:
@@ -195,7 +195,7 @@ def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen
     import autoshard
 
     model, x = make(), torch.randn(batch, 3, 8, 8)
-    predicted = _plan(_forecaster(model, x, 1, codegen == "inductor"), 0).predicted
+    predicted = _plan(_forecaster(model, x, 1, codegen), 0).predicted
     optimizer = torch.optim.AdamW(model.parameters())
     torch.compiler.reset()
     compiled = torch.compile(model, backend=autoshard.backend(Config(codegen=codegen, verbose=False)))  # type: ignore[arg-type]

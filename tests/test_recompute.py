@@ -131,8 +131,8 @@ def _x(batch: int = 4) -> Tensor:
     return torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
 
 
-def _forecaster(model: nn.Module, x: Any, inductor: bool = False) -> Forecaster:
-    return Forecaster(capture(model, x), NAMED["adamw"], HERE, inductor)
+def _forecaster(model: nn.Module, x: Any) -> Forecaster:
+    return Forecaster(capture(model, x), NAMED["adamw"], HERE, "eager")
 
 
 def _plan(forecaster: Forecaster, **options: Any) -> Plan:

@@ -96,7 +96,7 @@ def _traced(name: str, plan: Plan, codegen: Any, batch: int, sequence: int) -> P
     build, inputs = MODELS[name]
     torch.compiler.reset()
     captured = capture(build(), inputs(batch, sequence))
-    return Forecaster(captured, STEPPED, TWO, codegen == "inductor")(plan)
+    return Forecaster(captured, STEPPED, TWO, codegen)(plan)
 
 
 @pytest.mark.parametrize(
