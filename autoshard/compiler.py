@@ -46,6 +46,7 @@ from autoshard.plan import Plan
 from autoshard.report import Report
 from autoshard.runtime import processes
 from autoshard.runtime.presence import Patience, SignsOfLife
+from autoshard.runtime.residue import giving_leaves
 from autoshard.runtime.state import ModelState, copies, state_of
 
 
@@ -196,7 +197,7 @@ class Backend:
         )
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
         with self._phases.phase("compile", "in all so far"):
-            run = compilation.compile(gm, inputs)
+            run = giving_leaves(compilation.compile(gm, inputs), inputs)
         if state and state.regions:
             state.regions.on = False  # see [Note: Regions]
         return state.noting_parameters(run, tuple(context.parameters)) if state else run

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_or_own
 from autoshard.errors import ConfigError
-from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POLICIES, Plan
+from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
@@ -22,7 +22,8 @@ CODEGENS = ("inductor", "triton", "eager")
 HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 MESH_AXES = ("replicate", "shard")
 _DECIDING = (
-    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "hierarchy", "buffers", "replicate_below"
+    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "hierarchy", "buffers",
+    "replicate_below",
 )
 
 
@@ -54,7 +55,9 @@ class Config:
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
         change: each process's gradients are rounded, and once more what is sent on of their sums: by a node, or where the same rows are
-        on several processes.
+        on several processes. "powersgd" is for stage 0: in the place of a matrix of gradients travel two thin ones whose product is
+        near to it; what is missing is added to the next step's. Each process keeps as much memory for that as its gradients take.
+    compression_rank: how many columns those have.
     hierarchy: how rows travel where there are several nodes of several processes. "flat": in one step over all of them.
         "two_level": parameters between nodes and then inside of them, gradients the other way round. "hpz": so too, and at stage 3
         each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" on CPUs, where the cost model
@@ -84,7 +87,8 @@ class Config:
     memory_budget: int | float | str | None = None
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     precision: str | MixedPrecisionPolicy | None = None
-    compression: Literal["bf16", "fp16"] | None = None
+    compression: Literal["bf16", "fp16", "powersgd"] | None = None
+    compression_rank: int = 4
     hierarchy: Literal["auto", "flat", "two_level", "hpz"] = "auto"
     codegen: Literal["inductor", "triton", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
@@ -103,7 +107,7 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("zero", self.zero, ("auto", 0, 1, 2, 3))
         _one_of("recompute", self.recompute, ("auto", *POLICIES))
-        _one_of("compression", self.compression, (None, *COMPRESSIONS))
+        _one_of("compression", self.compression, (None, *COMPRESSIONS, POWERSGD))
         _one_of("hierarchy", self.hierarchy, HIERARCHIES)
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
@@ -112,6 +116,7 @@ class Config:
         self._check_budget()
         self._check_mesh()
         self._check_precision()
+        self._check_low_rank()
         self._check_numbers()
         self._check_passes()
         self._check_plan()
@@ -141,6 +146,16 @@ class Config:
         if not isinstance(self.precision, MixedPrecisionPolicy):
             _one_of("precision", self.precision, (None, *PRECISIONS))
 
+    def _check_low_rank(self) -> None:
+        rank = self.compression_rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ConfigError(f"compression_rank: {rank!r} is not legal; legal: a whole number of 1 or more")
+        if self.compression == POWERSGD and self.zero not in ("auto", 0):
+            raise ConfigError(
+                f"zero: {self.zero} with compression={POWERSGD!r}, which keeps as much as whole gradients on each process; legal: "
+                "zero=0 (or 'auto', which then is 0), or compression='bf16'"
+            )
+
     def _check_numbers(self) -> None:
         below = self.replicate_below
         if below != "auto" and (not isinstance(below, int) or below < 0):
@@ -157,7 +172,7 @@ class Config:
         for name in self.disable_passes:
             _one_of("disable_passes", name, legal)
         names = [p.name for p in registry.pipeline_for(self.passes, self.disable_passes)]
-        if self.compression and "compress" not in names[: names.index("lower") if "lower" in names else None]:
+        if self.compression in COMPRESSIONS and "compress" not in names[: names.index("lower") if "lower" in names else None]:
             raise ConfigError("compression: no pass 'compress' before 'lower'; legal: passes with it, or compression=None")
 
     def _check_plan(self) -> None:

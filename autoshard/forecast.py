@@ -173,6 +173,8 @@ class Forecaster:
         memory = optimizer.memory(self.make_optimizer, trained, foreach=self.cluster.device.name != "cpu")
         categories: dict[int, Category] = dict.fromkeys(self.captured.parameters, "parameters")
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
+        count = len(self.captured.inputs)  # behind them a rehearsal puts what is kept of gradients
+        categories |= dict.fromkeys(range(count, count + 2 * len(infos)), "compression")
         apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
         if memory is not None:
             return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
@@ -189,7 +191,7 @@ def _step(program: Program, curve: Curve, took: StepTime) -> Step:
 def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
     groups = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
-    return (*groups, plan.compression, plan.message, plan.apart, plan.node)
+    return (*groups, plan.compression, plan.low_rank, plan.message, plan.apart, plan.node)
 
 
 def _regathered(plan: Plan) -> Key:

@@ -16,10 +16,14 @@ from autoshard.errors import PlanError
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
 COMPRESSIONS = ("bf16", "fp16")
+POWERSGD = "powersgd"  # see [Note: PowerSGD] in ops/low_rank.py
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
+
+# The least that these numbers of a plan may be, and of what they are numbers.
+_LEAST = {"low_rank": (0, "columns"), "message": (0, "bytes"), "apart": (0, "bytes"), "ahead": (1, "groups"), "node": (0, "processes")}
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Plan:
     groups: in the order of first use, which is that of the gathers in forward, and reversed that of the reductions.
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
+    low_rank: how many columns the two matrices have that travel in the place of a gradient (PowerSGD); 0: gradients travel.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
@@ -154,6 +159,7 @@ class Plan:
     compute: str = ""
     reduce: str = ""
     compression: str = ""
+    low_rank: int = 0
     message: int = 0
     apart: int = 0
     ahead: int = 1
@@ -169,7 +175,7 @@ class Plan:
         for name, legal in (("compression", COMPRESSIONS), ("compute", LEGAL), ("reduce", LEGAL)):
             if getattr(self, name) not in ("", *legal):
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: '', {', '.join(legal)}")
-        for name, least, what in (("message", 0, "bytes"), ("apart", 0, "bytes"), ("ahead", 1, "groups"), ("node", 0, "processes")):
+        for name, (least, what) in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"plan: {name}: {value!r} is not legal; legal: {what}, {least} or more")
@@ -177,6 +183,7 @@ class Plan:
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
         self._check_node()
+        self._check_low_rank()
         for group in self.groups:
             if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
                 raise PlanError(
@@ -205,6 +212,14 @@ class Plan:
             )
         if any(group.ranks for group in self.groups):
             raise PlanError("plan: node: groups name ranks; legal only where all processes hold rows")
+
+    def _check_low_rank(self) -> None:
+        if not self.low_rank:
+            return
+        if self.compression:
+            raise PlanError(f"plan: low_rank: {self.low_rank} beside compression {self.compression!r} is not legal; legal: one of them")
+        if self.sharded:
+            raise PlanError(f"plan: low_rank: {self.low_rank} is not legal where rows are sharded; legal: 0, or degrees of 1")
 
     @property
     def shard_size(self) -> int:
@@ -315,6 +330,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         compute=data.get("compute", ""),
         reduce=data.get("reduce", ""),
         compression=data.get("compression", ""),
+        low_rank=data.get("low_rank", 0),
         message=data.get("message", 0),
         apart=data.get("apart", 0),
         ahead=data.get("ahead", 1),

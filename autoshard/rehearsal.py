@@ -22,6 +22,7 @@ from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
 from autoshard.ops.block import Block, block_named
 from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of
+from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.dump import Dump
@@ -56,11 +57,12 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
 def prepare(captured: Capture, plan: Plan, inductor: bool, fuses: Device | None = None) -> Prepared:
     """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`."""
     gm = copy.deepcopy(captured.graph)
-    _write_layouts(gm, captured, plan)
+    residues = _write_layouts(gm, captured, plan)
     manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
     with _tracing(captured):
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
+        inputs += [captured.tracing.like(residue) for residue in residues]
         return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs)
 
 
@@ -156,22 +158,47 @@ def _links(halves: Halves) -> dict[int, int]:
     return {i: places[n.name] for i, n in saved if isinstance(n, Node) and n.name in places}
 
 
-def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> None:
+def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> list[Tensor]:
     """Puts the plan's own layout into each unshard: what the sharder would have shown to the trace. One process has
-    none."""
+    none. What is kept of gradients that go in low rank becomes more inputs, which these are."""
+    trained = {p.name for p in captured.inventory.parameters if p.trained}
+    residues: dict[str, tuple[Node, Node]] = {}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     for node in graphs.calls(gm, graphs.UNSHARD):
         if plan.leaves_alone:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             gm.graph.erase_node(node)
             continue
-        group = plan.group_of[captured.parameters[inputs[node.args[0]]]]  # type: ignore[index]
-        node.args = (node.args[0], node.args[1], str(layout_in_rehearsal(group, plan)), node.args[3])
+        name = captured.parameters[inputs[node.args[0]]]  # type: ignore[index]
+        shape = node.meta["example_value"].shape if name in trained else ()
+        layout = layout_in_rehearsal(plan.group_of[name], plan, shape)
+        node.args = (node.args[0], node.args[1], str(layout), node.args[3])
+        if layout.low_rank:
+            residues[name] = residues.get(name) or _residue_inputs(node, layout.low_rank)
+            _put_low_rank(node, residues[name], str(layout))
+    return [given.meta["example_value"] for both in residues.values() for given in both]
 
 
-def layout_in_rehearsal(group: ParameterGroup, plan: Plan) -> Layout:
+def _residue_inputs(unshard: Node, rank: int) -> tuple[Node, Node]:
+    graph, whole = unshard.graph, unshard.meta["example_value"]
+    places = []
+    for shape in residue_shapes(whole.shape, rank):
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            places.append(graph.placeholder(f"residue_of_{unshard.name}"))
+        places[-1].meta["example_value"] = whole.new_empty(shape, dtype=torch.float32).requires_grad_()
+    return places[0], places[1]
+
+
+def _put_low_rank(unshard: Node, residue: tuple[Node, Node], layout: str) -> None:
+    with unshard.graph.inserting_after(unshard):
+        low_rank = unshard.graph.call_function(graphs.LOW_RANK, (unshard, *residue, layout, ""))
+    low_rank.meta.update(unshard.meta)
+    unshard.replace_all_uses_with(low_rank, delete_user_cb=lambda user: user is not low_rank)
+
+
+def layout_in_rehearsal(group: ParameterGroup, plan: Plan, shape: Sequence[int] = ()) -> Layout:
     """Its process groups have the names of their axes: see `groups_of`."""
-    return layout_of(group, plan, "+".join)
+    return layout_of(group, plan, "+".join, shape)
 
 
 def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:

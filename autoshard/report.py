@@ -102,6 +102,7 @@ def _headline(plan: Plan) -> str:
         stage = "one process, left alone"
     precision = f", {plan.compute} compute" if plan.compute else ""
     precision += f", gradients in {plan.compression}" if plan.compression else ""
+    precision += f", PowerSGD of rank {plan.low_rank}" if plan.low_rank else ""
     nodes = f", nodes of {plan.node}" if plan.node else ""
     nodes += " that keep copies" if plan.node and any(g.degrees.parameter == plan.node for g in plan.groups) else ""
     return f"Plan {plan.hash}: {counted(plan.world, 'process', 'processes')} ({axes}), {stage}{precision}{nodes}"

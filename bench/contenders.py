@@ -12,11 +12,14 @@ import reference
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
+
+RANK = 4  # of the matrices that PowerSGD sends
 
 
 class Contender(NamedTuple):
@@ -56,6 +59,18 @@ def ddp(compiled: bool = False) -> Contender:
     model = DistributedDataParallel(reference.build_model())
     optimizer = _optimizer(model)
     return _ordinary(torch.compile(model) if compiled else model, optimizer)
+
+
+def ddp_hooked(hook: Literal["bf16", "powersgd"]) -> Contender:
+    """DistributedDataParallel with one of torch's communication hooks; PowerSGD from the second step on, which is the earliest."""
+    found = ddp()
+    model: Any = found.model
+    if hook == "bf16":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    else:
+        options = {"matrix_approximation_rank": RANK, "start_powerSGD_iter": 2}
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
+    return found
 
 
 def fsdp2(compiled: bool = False) -> Contender:
@@ -128,6 +143,16 @@ HIERARCHIES: dict[str, Callable[[], Contender]] = {
     f"autoshard{stage}_{hierarchy}": partial(autoshard_zero, stage, hierarchy=hierarchy)
     for stage, hierarchies in ((2, ("flat", "two_level")), (3, ("flat", "two_level", "hpz")))
     for hierarchy in hierarchies
+}
+
+
+# Where gradients are compressed.
+COMPRESSIONS: dict[str, Callable[[], Contender]] = {
+    "ddp_bf16": partial(ddp_hooked, "bf16"),
+    "ddp_powersgd": partial(ddp_hooked, "powersgd"),
+    "autoshard0": partial(autoshard_zero, 0),
+    "autoshard0_bf16": partial(autoshard_zero, 0, compression="bf16"),
+    "autoshard0_powersgd": partial(autoshard_zero, 0, compression="powersgd", compression_rank=RANK),
 }
 
 

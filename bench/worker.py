@@ -55,7 +55,7 @@ class Measured:
 
 def measure_steps(names: Sequence[str], rounds: int) -> list[Measured]:
     """`rounds` timed steps of each contender after the warm-up, taking turns. See [Note: Side by side]."""
-    possible = contenders.CONTENDERS | contenders.HIERARCHIES
+    possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS
     runs = [(Measured(name), possible[name]()) for name in names]
     for number in range(WARM_UP + rounds):
         if number == WARM_UP:

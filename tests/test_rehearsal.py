@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,10 +84,10 @@ def test_a_model_that_breaks_is_captured_up_to_there() -> None:
     assert len(capture(Deep(breaks=True), torch.randn(4, 8)).parameters) == 4
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_rehearsal_has_the_graphs_of_the_job(zero: int) -> None:
+@pytest.mark.parametrize(("zero", "low_rank"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)])
+def test_a_rehearsal_has_the_graphs_of_the_job(zero: int, low_rank: int) -> None:
     inputs = torch.randn(4, 8)
-    plan = plan_for(Blocks(), zero)
+    plan = replace(plan_for(Blocks(), zero), low_rank=low_rank)
     rehearsed = rehearse(capture(Blocks(), inputs), plan, inductor=False)
     job = rewritten(Blocks(), inputs, plan)
     assert rehearsed.backward is not None

@@ -20,7 +20,7 @@ from autoshard.cost_model.program import Category, Program
 from autoshard.cost_model.sizes import Open, Size, Values, evaluator
 
 CATEGORIES: tuple[Category, ...] = (
-    "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
+    "parameters", "optimizer", "compression", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
     "workspace",
 )
 Point = Mapping[sympy.Symbol, float]

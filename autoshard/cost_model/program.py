@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard.cost_model.sizes import Open, Size, bytes_of
 
 Category = Literal[
-    "parameters", "optimizer", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
+    "parameters", "optimizer", "compression", "buffers", "inputs", "gathered", "gradients", "activations", "temporaries", "communication",
     "workspace",
 ]
 Half = Literal["forward", "backward", "optimizer"]

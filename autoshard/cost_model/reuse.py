@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoshard.cost_model.generated import allocated
 from autoshard.cost_model.program import Program
 
-_OUTSIDE = ("parameters", "buffers", "inputs", "optimizer")
+_OUTSIDE = ("parameters", "compression", "buffers", "inputs", "optimizer")
 
 
 Counts = dict[range, NDArray[np.int64]]  # by where a graph that code is generated of lies: bytes at each of its operations

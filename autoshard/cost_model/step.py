@@ -23,7 +23,7 @@ class GroupCost:
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction,
     message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
-    the same rows.
+    the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers.
     """
 
     elements: int
@@ -40,6 +40,8 @@ class GroupCost:
     message: int = 0
     node: int = 0
     apart: tuple[int, ...] = ()
+    low_rank: int = 0
+    thin: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -49,7 +51,7 @@ class GroupCost:
     @property
     def reduced_bytes(self) -> int:
         """What travels to be reduced, whole."""
-        return self.trained * (self.compress_itemsize if self.compressed else self.reduce_itemsize)
+        return (self.trained - self.low_rank) * (self.compress_itemsize if self.compressed else self.reduce_itemsize)
 
 
 def levels(g: GroupCost, cluster: Cluster) -> list[tuple[int, Group]]:
@@ -72,6 +74,7 @@ def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]
     for g in groups:
         out["parameters"] += g.elements * g.itemsize // g.optimizer_degree
         out["gradients"] += g.trained * g.itemsize // g.optimizer_degree
+        out["compression"] += (g.low_rank + g.thin) * 4
         out["optimizer"] += g.trained * g.itemsize * optimizer_states // g.optimizer_degree
     out["gathered"], out["buckets"] = _gathered(groups), _buckets(groups)
     return dict(out)
@@ -118,6 +121,9 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
                 yield "all_gather", phase, payload // part, over, most
         if g.trained:
             yield g.reduction, "backward", g.reduced_bytes // part, over, most
-    if g.trained and g.replicas > 1:
+    if g.thin and g.replicas > 1:
+        for _ in ("left", "right"):
+            yield "all_reduce", "backward", g.thin * 4 // 2, replicas, 0
+    if g.reduced_bytes and g.replicas > 1:
         for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
             yield collective, "backward", g.reduced_bytes // g.optimizer_degree, replicas, 0

@@ -48,7 +48,7 @@ def program_of(
     if backward is not None:
         given = _backward_inputs(program, backward, {b: outputs[f] for f, b in saved.items()})
         gradients = writer.write(backward, "backward", given, whole)
-        _leave(program, gradients)
+        _leave(program, gradients, held)
     end = len(program.operations)
     for made in program.pieces:
         if made.made == -1:
@@ -84,9 +84,11 @@ def _backward_inputs(program: Program, backward: GraphModule, saved: Mapping[int
     return values
 
 
-def _leave(program: Program, gradients: Sequence[Value]) -> None:
-    """What backward returns stays, as gradients, until the optimizer has stepped."""
-    for value in gradients:
+def _leave(program: Program, gradients: Sequence[Value], held: Held) -> None:
+    """What backward returns stays, as gradients, until the optimizer has stepped; but for changes of what compression keeps, which
+    are made when it returns."""
+    for i, value in enumerate(gradients):
         if isinstance(value, int) and program.pieces[value].made >= 0:
-            program.pieces[value].category = "gradients"
-            program.keep(value, len(program.operations))
+            change = held.categories.get(i) == "compression"
+            program.pieces[value].category = "compression" if change else "gradients"
+            program.keep(value, len(program.operations) - change)

@@ -35,6 +35,7 @@ class Layout:
     compress: dtype in which gradients travel, whatever they are summed in; None: that of the sum.
     message, apart, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
         place on their nodes; "" where there is no node. See `levels`.
+    low_rank: how many columns the matrices have that travel in the place of its gradient; 0: that itself travels.
     turns: how many chunks a process of `group` has of a parameter: those whose number is its own, and every `size`-th behind.
     """
 
@@ -53,6 +54,7 @@ class Layout:
     inside: str = ""
     across: str = ""
     turns: int = 1
+    low_rank: int = 0
 
     @property
     def sharded(self) -> bool:
@@ -116,6 +118,7 @@ class Layout:
             "inside": self.inside,
             "across": self.across,
             "turns": self.turns if self.turns > 1 else "",
+            "low_rank": self.low_rank or "",
         }
         return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
 
@@ -141,11 +144,26 @@ class Layout:
             inside=fields.get("inside", ""),
             across=fields.get("across", ""),
             turns=int(fields.get("turns", 1)),
+            low_rank=int(fields.get("low_rank", 0)),
         )
 
 
-def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str]], str]) -> Layout:
-    """How the parameters of a group travel by a plan. name_of: the process group over some of the plan's axes."""
+def goes_low_rank(shape: Sequence[int], rank: int) -> bool:
+    """Whether two matrices of `rank` columns have less than half of the numbers of a parameter of this shape."""
+    return len(shape) > 1 and 2 * thin(shape, rank) < math.prod(shape)
+
+
+def thin(shape: Sequence[int], rank: int) -> int:
+    """How many numbers those two matrices have."""
+    return rank * (shape[0] + math.prod(shape[1:]))
+
+
+def layout_of(
+    group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str]], str], shape: Sequence[int] = ()
+) -> Layout:
+    """How the parameters of a group travel by a plan; of one of them, if its shape is given, its gradient too (one
+    that is frozen may be trained later; that goes whole). name_of: the process
+    group over some of the plan's axes."""
     sharded = group.degrees.optimizer > 1
     axes = [axis for axis, size in plan.axes if size > 1]
     over = [axis for axis in axes if axis == "shard"] if sharded else []
@@ -164,4 +182,5 @@ def layout_of(group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str
         node=node,
         inside=name_of([INSIDE]) if node else "",
         across=name_of([ACROSS]) if node else "",
+        low_rank=plan.low_rank if plan.low_rank and goes_low_rank(shape, plan.low_rank) else 0,
     )

@@ -3,7 +3,8 @@
 `unshard` turns a shard into the whole parameter; its gradient is `reduce_grad`, which turns a whole local
 gradient into this process's rows of the mean. `unshard_bucket` and `reduce_bucket` are the same for several
 parameters in one message. `hold` and `add_held` are identities in forward that divert or complete a gradient
-(accumulation without communication). `replicate_buffers` makes rank 0's values everyone's.
+(accumulation without communication). `replicate_buffers` makes rank 0's values everyone's. `low_rank` (ops/low_rank.py) is an
+identity too, behind which the gradient is the mean already.
 
 [Note: Kernels and lowering] The functions of `DEFINITIONS` say what each op is in terms of functional
 collectives. The eager kernels run them, so a graph from which the lowering was left out computes the same;
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.ops import packing, wire
+from autoshard.ops import low_rank, packing, wire
 from autoshard.ops.layout import Layout
 
 _c10d = torch.ops._c10d_functional
@@ -44,6 +45,8 @@ def _define_reduce_bucket(
     layout: str,
 ) -> list[Tensor]:
     spec = Layout.parse(layout)
+    if spec.low_rank:  # it is the mean already
+        return [grad.to(dtype) for grad in grads]
     flats = packing.pack_grads(grads, spec)
     if spec.compress:
         flat = _mean_of_compressed(flats, spec.reduce or dtype, spec)
@@ -231,6 +234,7 @@ DEFINITIONS: dict[Any, Callable[..., Any]] = {
     _ops.replicate_buffers.default: _define_replicate_buffers,
     _ops.hold.default: lambda full, holder: full,
     _ops.add_held.default: lambda full, held: full,
+    **low_rank.DEFINITIONS,
 }
 # Where each op has the names of its parameters.
 NAMES: dict[Any, int] = {
@@ -238,4 +242,5 @@ NAMES: dict[Any, int] = {
     _ops.reduce_grad.default: 4,
     _ops.unshard_bucket.default: 1,
     _ops.reduce_bucket.default: 1,
+    **low_rank.NAMES,
 }

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from autoshard.ops import wire
@@ -43,9 +44,13 @@ class Bucket:
         gathers = self._grouped(gm, graphs.UNSHARD, 3, order, context, reverse=backward)
         buckets = [_gather(gm, members) for members in gathers]
         _order_up([b for b in buckets if Layout.parse(str(b.args[4])).sharded])
+        order = context.plan.order
+        low_rank = self._grouped(gm, graphs.MEAN_LOW_RANK, 4, order, context, reverse=True)
+        reduced = self._grouped(gm, graphs.REDUCE_GRAD, 4, order, context, reverse=True)
         last: Node | None = None
-        for members in self._grouped(gm, graphs.REDUCE_GRAD, 4, context.plan.order, context, reverse=True):
-            last = _reduce(gm, members, after=last)
+        for members in sorted([*low_rank, *reduced], key=lambda m: -order[str(m[0].args[4])]):
+            put = _approximate if graphs.is_call(members[0], graphs.MEAN_LOW_RANK) else _reduce
+            last = put(gm, members, after=last)
         return gm
 
     def _grouped(
@@ -55,7 +60,7 @@ class Bucket:
         for node in graphs.calls(gm, op):
             position = order[node.args[name_at]]  # type: ignore[index]
             layout = node.args[name_at - 1]
-            dtypes = (graphs.example(node.args[0]).dtype, graphs.example(node).dtype)  # type: ignore[arg-type]
+            dtypes = (_first(node.args[0]).dtype, _first(node).dtype)
             groups[position, layout, dtypes].append(node)
         keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of
@@ -69,14 +74,19 @@ class Bucket:
         parts: list[list[Node]] = [[]]
         size = 0
         for node in members:
-            whole: Any = node if graphs.is_call(node, graphs.UNSHARD) else node.args[0]
-            value = graphs.example(whole)
+            value = _first(node if graphs.is_call(node, graphs.UNSHARD) else node.args[0])
             size += value.numel() * value.element_size()
             if parts[-1] and size > self.mb * 1e6:
                 parts.append([])
                 size = value.numel() * value.element_size()
             parts[-1].append(node)
         return parts
+
+
+def _first(given: Any) -> torch.Tensor:
+    """What it stands for, or the first of several."""
+    value = graphs.example(given[0]) if isinstance(given, (list, tuple)) else graphs.example(given)
+    return value[0] if isinstance(value, list) else value
 
 
 def _step(op: Any, layout: str) -> bool:
@@ -133,6 +143,35 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
         last.append(node)
         last = node
     return last
+
+
+def _approximate(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
+    """One mean_low_rank of them all, where the last gradient is there, and not before the reduction that precedes it."""
+    at = graphs.positions(gm.graph)
+    last = max([*members, *([after] if after else [])], key=at.__getitem__)
+    with gm.graph.inserting_after(last):
+        given: list[Any] = [[m.args[i][0] for m in members] for i in range(3)]  # type: ignore[index]
+        bucket = gm.graph.call_function(graphs.MEAN_LOW_RANK, (*given, members[0].args[3], _names(members, 4)))
+    results = [_item(m, i) for i in range(3) for m in members]
+    dependent = graphs.dependents(gm, results)
+    last = _hand_out(gm, bucket, results)
+    for node in dependent:
+        last.append(node)
+        last = node
+    for member in members:
+        gm.graph.erase_node(member)
+    return last
+
+
+def _item(several: Node, index: int) -> Node:
+    """The node that takes this item of a call's results; a new one, if nobody does."""
+    for user in several.users:
+        if user.args[1] == index:
+            return user
+    with several.graph.inserting_after(several):
+        item = several.graph.call_function(operator.getitem, (several, index))
+    item.meta["val"] = graphs.example(several)[index]
+    return item
 
 
 def _names(members: Sequence[Node], at: int) -> str:

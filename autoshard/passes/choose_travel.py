@@ -3,6 +3,7 @@ many messages and which parameters by themselves (`choose_message`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.cost_model import step
@@ -14,7 +15,7 @@ from autoshard.passes.choose_message import choose_apart, choose_message
 from autoshard.passes.choose_reduction import choose_reduction
 from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.costs import costs_of
-from autoshard.plan import Plan
+from autoshard.plan import POWERSGD, Plan
 from autoshard.units import bytes_text, counted
 
 
@@ -29,6 +30,8 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     costs = costs_of(plan, inventory)
     chosen = [choose_reduction(cost, cluster) for cost in costs]
     plan = replace(plan, groups=tuple(replace(g, reduction=name) for g, name in zip(plan.groups, chosen)))
+    if plan.low_rank:
+        return _with_low_rank(plan, costs)
     if plan.compression and (plan.leaves_alone or not any(cost.compressed for cost in costs)):
         return replace(plan, compression="").because(f"compression={plan.compression!r}: no gradients travel in more bits")
     if plan.compression:
@@ -36,6 +39,18 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     if "all_to_all" not in chosen:
         return plan
     return plan.because("gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
+
+
+def _with_low_rank(plan: Plan, costs: Sequence[step.GroupCost]) -> Plan:
+    whole, thin = sum(cost.low_rank for cost in costs), sum(cost.thin for cost in costs)
+    if plan.leaves_alone or not thin:
+        return replace(plan, low_rank=0).because(
+            f"compression={POWERSGD!r}: no gradients travel that are matrices of more than rank {plan.low_rank}"
+        )
+    return plan.because(
+        f"PowerSGD of rank {plan.low_rank}, as was asked for: numbers change. {counted(thin, 'number travels', 'numbers travel')} "
+        f"in the place of {whole}"
+    )
 
 
 def _with_hierarchy(plan: Plan, inventory: Inventory, cluster: Cluster, asked: str) -> Plan:

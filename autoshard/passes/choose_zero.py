@@ -19,7 +19,16 @@ from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.costs import costs_of
 from autoshard.passes.group_parameters import blocks_of, group_parameters
-from autoshard.plan import OPTIMIZER_STATES, Degrees, ParameterGroup, Plan, Prediction, Traffic
+from autoshard.plan import (
+    COMPRESSIONS,
+    OPTIMIZER_STATES,
+    POWERSGD,
+    Degrees,
+    ParameterGroup,
+    Plan,
+    Prediction,
+    Traffic,
+)
 from autoshard.units import bytes_text, counted
 
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
@@ -81,7 +90,7 @@ def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> lis
     fit."""
     axes = config.mesh_axes() or (("shard", where.cluster.world),)
     _check_axes(axes, where.cluster.world)
-    every = range(4) if where.cluster.world > 1 else range(1)
+    every = range(4) if where.cluster.world > 1 and config.compression != POWERSGD else range(1)
     stages = every if config.zero == "auto" else (config.zero,)
     return [_at_stage(inventory, config, where, axes, stage) for stage in stages]
 
@@ -198,7 +207,8 @@ def _at_stage(
         groups=groups,
         compute=name_of_dtype(compute) if compute else "",
         reduce=name_of_dtype(reduce) if reduce else "",
-        compression=config.compression or "",
+        compression=config.compression if config.compression in COMPRESSIONS else "",
+        low_rank=config.compression_rank if config.compression == POWERSGD else 0,
         buffers=config.buffers,
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,

@@ -10,7 +10,7 @@ from autoshard.cost_model import step
 from autoshard.dtypes import dtype_named
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.ops import wire
-from autoshard.ops.layout import layout_of
+from autoshard.ops.layout import goes_low_rank, layout_of, thin
 from autoshard.plan import ParameterGroup, Plan
 
 
@@ -23,10 +23,11 @@ def costs_of(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
 def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
     itemsize = max((p.itemsize for p in infos), default=4)
     compute = _itemsize(plan.compute, itemsize)
-    trained = sum(p.elements for p in infos if p.trained and p.used and floating(p.dtype))
+    trained = [p for p in infos if p.trained and p.used and floating(p.dtype)]
+    thinned = [p for p in trained if plan.low_rank and goes_low_rank(p.shape, plan.low_rank)]
     return step.GroupCost(
         elements=sum(p.elements for p in infos),
-        trained=trained,
+        trained=sum(p.elements for p in trained),
         itemsize=itemsize,
         compute_itemsize=compute,
         reduce_itemsize=_itemsize(plan.reduce, compute),
@@ -39,6 +40,8 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
         apart=_apart(plan, group, infos),
+        low_rank=sum(p.elements for p in thinned),
+        thin=sum(thin(p.shape, plan.low_rank) for p in thinned),
     )
 
 

@@ -22,6 +22,8 @@ UNSHARD_BUCKET = torch.ops.autoshard.unshard_bucket.default
 REDUCE_BUCKET = torch.ops.autoshard.reduce_bucket.default
 HOLD = torch.ops.autoshard.hold.default
 ADD_HELD = torch.ops.autoshard.add_held.default
+LOW_RANK = torch.ops.autoshard.low_rank.default
+MEAN_LOW_RANK = torch.ops.autoshard.mean_low_rank.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
@@ -61,7 +63,7 @@ def gathers(node: Node) -> bool:
 
 def reduces(node: Node) -> bool:
     """Whether a node is a collective of gradients: where they are compressed, a gather may be too."""
-    return is_call(node, GATHER, *REDUCTIONS) and "reduce" in node.meta.get("part_of", "")
+    return is_call(node, GATHER, *REDUCTIONS) and any(name in node.meta.get("part_of", "") for name in ("reduce", "mean_low_rank"))
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:

@@ -56,7 +56,7 @@ def _hoist(gm: GraphModule, call: Node, body: GraphModule) -> None:
 
 def _expressions(body: GraphModule) -> dict[Node, None]:
     """Everything between the region's inputs and the whole parameters that it uses, in graph order."""
-    found = set(graphs.calls(body, graphs.UNSHARD, graphs.HOLD, graphs.ADD_HELD))
+    found = set(graphs.calls(body, graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD))
     todo = list(found)
     while todo:
         sources = {n for n in todo.pop().all_input_nodes if n.op != "placeholder"} - found

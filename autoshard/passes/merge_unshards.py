@@ -35,6 +35,8 @@ class MergeUnshards:
                 _merge(gm, node, first, (node.args[3], grad_enabled, detached))
             elif graphs.is_call(node, graphs.ADD_HELD):
                 _merge(gm, node, first, ("held", node.args[0]))
+            elif graphs.is_call(node, graphs.LOW_RANK):
+                _merge(gm, node, first, ("low rank", node.args[0]))
         return gm
 
 

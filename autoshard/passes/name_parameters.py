@@ -32,6 +32,8 @@ class NameParameters:
             if source not in inputs or inputs[source] not in context.parameters:
                 raise PassError(f"name_parameters: {node.format_node()} does not unshard a graph input")
             node.args = (*node.args[:3], context.parameters[inputs[source]])
+        for node in graphs.calls(gm, graphs.LOW_RANK):
+            node.update_arg(4, node.args[0].args[3])  # type: ignore[union-attr]
         if not context.plan.leaves_alone:
             _refuse_direct_uses({node: context.parameters[i] for node, i in inputs.items() if i in context.parameters})
         return gm

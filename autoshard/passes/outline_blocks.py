@@ -27,7 +27,7 @@ from autoshard.passes.base import Context, Stage
 
 PREFIX = "block_"
 POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the blocks that it is
-PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.ADD_HELD)
+PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
 
 
 @dataclass(frozen=True)

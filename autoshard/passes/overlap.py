@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
@@ -89,7 +89,25 @@ def _follows_another(gather: Node) -> bool:
 
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:
     """These collectives, in graph order, those together that carry parts of one bucket over one group."""
-    return [list(bucket) for _, bucket in itertools.groupby(starts, lambda n: (n.meta["part"], n.target, n.args[-1]))]
+
+    def key(node: Node) -> tuple[Any, ...]:
+        return node.meta["part"], node.target, node.args[-1], _takes_another(node)
+
+    return [list(bucket) for _, bucket in itertools.groupby(starts, key)]
+
+
+def _takes_another(collective: Node) -> bool:
+    """Whether it takes what another one of the same bucket brought."""
+    todo, seen = list(collective.all_input_nodes), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.meta.get("part") != collective.meta["part"]:
+            continue
+        if graphs.reduces(node):
+            return True
+        seen.add(node)
+        todo.extend(node.all_input_nodes)
+    return False
 
 
 def _move_after(chain: list[Node], target: Node) -> None:

@@ -49,6 +49,9 @@ def _as_traced(
         full = torch.ops.autoshard.unshard(rows.detach(), shape, layout, "")
         return torch.ops.autoshard.hold(full, holders[name])
     full = torch.ops.autoshard.unshard(rows, shape, layout, "")
+    residues = module.__dict__["_autoshard_residues"]
+    if name in residues and parameter.requires_grad:
+        full = torch.ops.autoshard.low_rank(full, residues[name].error, residues[name].factor, layout, "")
     if holds and accumulation.mode == "flush" and takes_part(parameter):
         held = parameter.grad
         held = held.to_local() if isinstance(held, DTensor) else held

@@ -22,6 +22,7 @@ from autoshard.runtime.dtensors import dtensor_of
 from autoshard.runtime.holder import Holder
 from autoshard.runtime.parameters import retire, sharded_class
 from autoshard.runtime.processes import build_mesh, name_of_everyone
+from autoshard.runtime.residue import Residue
 
 
 @dataclass(frozen=True)
@@ -64,21 +65,22 @@ class Sharder:
         shown: dict[nn.Module, dict[str, str]] = defaultdict(dict)
         for parameter, name, where in parameters:
             group = self.plan.group_of[name]
-            new, layout = self._place(parameter, group), str(self.layout(group))
+            new, layout = self._place(parameter, group), self.layout(group, parameter)
             for place in where:
                 place.module._parameters[place.attribute] = new
-                shown[place.module][place.attribute] = layout
+                shown[place.module][place.attribute] = str(layout)
             if new is not parameter:
                 yield parameter, new
                 self._free(parameter, new)
             self._hold(group, new, where)
+            _remember(layout, name, new, where)
             self._stand_in(group, new, where)
         self._replicate_buffers()
         self._show(shown)
 
-    def layout(self, group: ParameterGroup) -> Layout:
-        """How the parameters of a group travel."""
-        return layout_of(group, self.plan, self._group_name)
+    def layout(self, group: ParameterGroup, parameter: nn.Parameter) -> Layout:
+        """How a parameter of a group travels, and its gradient."""
+        return layout_of(group, self.plan, self._group_name, parameter.shape if parameter.requires_grad else ())
 
     def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
@@ -167,6 +169,15 @@ class Sharder:
             _show_sharded(module, layouts, compute, self.accumulation)
 
 
+def _remember(layout: Layout, name: str, new: nn.Parameter, where: list[Place]) -> None:
+    """Gives the parameter what PowerSGD keeps of it."""
+    if not layout.low_rank:
+        return
+    residue = Residue(name, tuple(new.shape), layout.low_rank, new.device)
+    for place in where:
+        place.module.__dict__.setdefault("_autoshard_residues", {})[place.attribute] = residue
+
+
 def _mesh_of_nodes(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
     """All processes once more, by nodes; None where the plan knows of none."""
     if not plan.node:
@@ -189,6 +200,7 @@ def _show_sharded(
 ) -> None:
     module.__dict__.setdefault("_autoshard_holders", {})
     module.__dict__.setdefault("_autoshard_absent", {})
+    module.__dict__.setdefault("_autoshard_residues", {})
     cls: Any = type(module)
     module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, accumulation)
 

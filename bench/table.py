@@ -1,0 +1,82 @@
+"""Some contenders at several rates, in one table: what the smaller benches share."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import run as side_by_side  # noqa: E402
+from report import rate_text  # noqa: E402
+from worker import Measured  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared. file: of the results, in bench/results, and of the bench. base: whose step the others' are divided by."""
+
+    file: str
+    title: str
+    names: Sequence[str]
+    base: str
+    rates: str
+    per_host: int = 1
+
+
+def _rows(measured: Sequence[Measured], base: str, mbit: int) -> list[str]:
+    """A line for each contender: its step, the median of the rounds' ratios to the base, and the last loss."""
+    seconds = next(m.seconds for m in measured if m.name == base)
+    found = []
+    for one in measured:
+        ratio = statistics.median(a / b for a, b in zip(one.seconds, seconds))
+        step = 1e3 * statistics.median(one.seconds)
+        found.append(f"| {rate_text(mbit)} | {one.name} | {step:.0f} | {ratio:.2f} | {one.losses[-1]:.4f} |")
+    return found
+
+
+def main(compared: Comparison, doc: str | None) -> int:
+    """The command line of such a bench."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rates", default=compared.rates, help="Mbit/s, with commas between; 0: unlimited")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=compared.per_host)
+    parser.add_argument("--rounds", type=int, default=9)
+    asked = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix=f"autoshard-{compared.file}-"))
+    driver = side_by_side.Driver("llama", asked.hosts, asked.rounds, scratch, True, 1800.0, asked.per_host)
+    lines: list[str] = []
+    try:
+        for mbit in map(int, asked.rates.split(",")):
+            measured = driver.job(compared.names, mbit, "shared", "--steps", str(asked.rounds))
+            lines += _rows(measured, compared.base, mbit) if measured else []
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _write(compared, asked, lines)
+    for failure in driver.failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if driver.failures else 0
+
+
+def _write(compared: Comparison, asked: argparse.Namespace, lines: Sequence[str]) -> None:
+    machine = side_by_side.machine("network namespaces")
+    processes = "one process" if asked.per_host == 1 else f"{asked.per_host} processes"
+    text = "\n".join([
+        f"# {compared.title}\n",
+        f"{machine.cpu}, {machine.cores} cores, {asked.hosts} hosts of {processes}, torch {machine.torch}, gloo, {machine.date}.",
+        f"Written by `python bench/{compared.file}.py`: the small Llama of docs/performance.md, medians of {asked.rounds} rounds on the",
+        f"slowest process, and of the rounds' own ratios to {compared.base}; the loss after all steps.\n",
+        "| rate | | step, ms | ratio | loss |",
+        "|---|---|---:|---:|---:|",
+        *lines,
+        "",
+    ])
+    (HERE / "results" / f"{compared.file}.md").write_text(text)
+    print(text)
