@@ -40,8 +40,9 @@ def probe() -> Iterator[float]:
     """Seconds of a matmul, over buffers larger than the caches, as `autoshard calibrate` takes them: says how fast the machine
     is at that moment."""
     pool = [(torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)) for _ in range(32)]
-    for a, b in itertools.cycle(pool):
+    for (a, b), (c, d) in itertools.cycle(zip(pool, pool[1:] + pool[:1])):
         dist.barrier()
+        c @ d  # a processor that slept while it waited takes a while to be as fast again
         start = time.perf_counter()
         a @ b.t(), a @ b, a.t() @ b
         yield (time.perf_counter() - start) / 3

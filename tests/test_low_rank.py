@@ -20,6 +20,7 @@ from autoshard.passes import graphs
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import rehearse
+from autoshard.runtime.residue import Residue
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
 from tests.small import config, in_full
@@ -234,8 +235,12 @@ def trained(precision: str | None) -> tuple[list[float], list[Tensor], set[str]]
     return losses, [p.detach() for p in model.parameters()], set(model.state_dict())
 
 
+def residues(model: nn.Module) -> list[Residue]:
+    return [r for m in model.modules() for r in m.__dict__.get("_autoshard_residues", {}).values()]
+
+
 def errors(model: nn.Module) -> list[Tensor]:
-    return [r.error.detach() for m in model.modules() for r in m.__dict__.get("_autoshard_residues", {}).values()]
+    return [r.error.detach() for r in residues(model)]
 
 
 @pytest.mark.parametrize("precision", [None, in_full("bf16")])

@@ -20,7 +20,7 @@ from autoshard.cost_model import reuse
 from autoshard.cost_model.generated import fusible
 from autoshard.cost_model.grouping import Kernels
 from autoshard.cost_model.inlining import inline
-from autoshard.cost_model.program import Operation, Piece, Program
+from autoshard.cost_model.program import ALL_REDUCE, Operation, Piece, Program
 
 
 def fuse(program: Program) -> Program:
@@ -116,11 +116,12 @@ def _last_of_forward(program: Program) -> int:
 
 
 def _in_place(out: Program) -> dict[int, int]:
-    """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier.
+    """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier. An all-reduce is
+    a kernel that copies, and then changes the copy.
     Such results, and whose memory they have."""
     placed = {}
     for at, operation in enumerate(out.operations):
-        if operation.code is None or not fusible(operation):
+        if operation.code is None or not (fusible(operation) or operation.name == ALL_REDUCE):
             continue
         dying = [p for p in operation.reads if _dies(out.pieces[p], at)]
         for made in operation.makes:

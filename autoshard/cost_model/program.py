@@ -34,6 +34,7 @@ _OURS, _TORCH = Path(__file__).parent.parent, Path(str(torch.__file__)).parent
 _NOT_THE_MODEL = (f"{_OURS}{os.sep}", f"{_TORCH}{os.sep}")
 WAIT = "_c10d_functional.wait_tensor.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
+ALL_REDUCE = "_c10d_functional.all_reduce.default"
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
@@ -169,14 +170,15 @@ class Writer:
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:
-        """What a collective reads stays until somebody has waited. gloo (2.13) reduces in a copy that stays instead (or
+        """What a collective reads stays until somebody has waited; but of an all-reduce, for which generated code makes a copy and
+        reduces in that (see `fusion`). gloo (2.13) reduces in a copy that stays instead (or
         besides: generated code holds what it gives to a collective), and gathers into a tensor of its own, which it copies
         from at the end."""
         at, name = len(self.program.operations) - 1, str(node.target)
         if name == WAIT:
             self.program.keep(self._in_flight.pop(value, ()), at)
         elif name.startswith("_c10d_functional"):
-            self._in_flight[value] = reads
+            self._in_flight[value] = () if name == ALL_REDUCE and self._code is not None else reads
             source: Any = node.args[0]
             if name == REDUCE_SCATTER and not self.scatters:
                 copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
