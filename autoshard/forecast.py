@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoshard.capture import Capture
+from autoshard.config import CODEGENS
 from autoshard.cost_model import accuracy, allocator, optimizer
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.fusion import fuse
@@ -48,6 +49,9 @@ class Forecaster:
     _ready: dict[Key, Prepared] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
     _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.codegen in CODEGENS, self.codegen  # whatever else came here was taken for eager once
 
     @property
     def inductor(self) -> bool:

@@ -35,11 +35,15 @@ import zoo  # noqa: E402
 import autoshard  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.kernels import look_up  # noqa: E402
+from autoshard.cost_model.liveness import CATEGORIES  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.passes.choose_zero import make_plan  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
+from autoshard.planning import circumstances, forecaster  # noqa: E402
 
 PROBE = 512  # width of the matmuls that say how fast the machine is, a row of calibrate's table
 STATE = ("parameters", "optimizer", "buffers", "inputs")
+KEPT = ("parameters", "optimizer", "gradients")  # what can be measured by itself
 TIMED_ON = (1, 2)
 LIMITED = 1000  # Mbit/s, where the links are limited
 Links = tuple[int, int]  # processes, Mbit/s
@@ -76,7 +80,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured: bytes held between steps, bytes at the peak, seconds of a step and of the probe."""
+    """Predicted and measured: bytes held between steps, bytes at the peak, bytes of parameters, optimizer state and gradients when
+    the optimizer steps, seconds of a step and of the probe."""
 
     case: Case
     predicted: dict[str, float]
@@ -128,10 +133,15 @@ def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float
         model = make().train()
     cluster = clusters[case.links]
     cluster = replace(cluster, per_node=case.world // cluster.nodes)
-    plan = autoshard.plan(model, inputs(case.batch, None), case.config(), cluster, NAMED[case.optimizer])
+    forecast = forecaster(model, inputs(case.batch, None), case.config(), cluster, NAMED[case.optimizer])
+    where = circumstances(case.config(), cluster)
+    plan = make_plan(forecast.captured.inventory, case.config(), where, forecast, forecast.fit)
     memory = plan.predicted.memory
+    _, curve, *_ = forecast.simulated(plan)
+    at_the_step = dict(zip(CATEGORIES, curve.at()[-1]))
     probe = float(look_up(cluster.device.tables["matmul.fp32"], 2 * PROBE**3))
     found = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes, "probe": probe}
+    found |= {category: int(at_the_step[category]) for category in KEPT}  # type: ignore[index]
     return {**found, "step": plan.predicted.step_seconds or 0.0}, memory, plan
 
 
@@ -186,16 +196,16 @@ def markdown(compared: Sequence[Compared], machine: str) -> str:
     lines = [
         "# Predicted and measured\n",
         f"{machine}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between",
-        "steps (parameters, optimizer state, buffers, the batch), *peak* the most that exists at once in a step. An error is",
-        "measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
+        "steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *peak* the most that exists at once",
+        "in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
         "`autoshard calibrate`, run once at the start; nothing of the model was run for them. *Machine*: how many times as long as in",
         "that calibration a matmul took between the steps that were timed; the last column is the error without it, which is too much",
         "where a step is not matmuls (convolutions).\n",
-        "| configuration | held MB | measured | peak MB | measured | error | step ms | measured | error | machine | without |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| configuration | held MB | measured | grads MB | measured | peak MB | measured | error | step ms | measured | error | machine | without |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for c in compared:
-        memory = "".join(f" {c.predicted[k] / 1e6:.2f} | {c.measured[k] / 1e6:.2f} |" for k in ("held", "peak"))
+        memory = "".join(f" {c.predicted[k] / 1e6:.2f} | {c.measured[k] / 1e6:.2f} |" for k in ("held", "gradients", "peak"))
         step = f" {c.predicted['step'] * 1e3:.0f} | {c.measured['step'] * 1e3:.0f} | {c.raw:+.1%} |"
         step += f" {c.slower:.2f} | {c.error('step'):+.1%} |"
         lines.append(f"| {c.case} |{memory} {c.error('peak'):+.1%} |{step if c.case.world in TIMED_ON else ' | | | | |'}")
@@ -207,8 +217,9 @@ def _summary(compared: Sequence[Compared]) -> Iterable[str]:
     yield _bound("Peak memory", [c.error("peak") for c in compared], 0.03, 0.08)
     yield _bound("Step time", [c.raw for c in timed], 0.10, 0.25)
     yield _bound("Step time without the machine's turns", [c.error("step") for c in timed], 0.10, 0.25)
-    exact = sum(abs(c.measured["held"] - c.predicted["held"]) < 1e4 for c in compared)
-    yield f"- Held bytes agree to 10 kB in {exact} of {len(compared)}."
+    for what in ("held", *KEPT):
+        exact = sum(abs(c.measured[what] - c.predicted[what]) < 1e4 for c in compared)
+        yield f"- Bytes {'held' if what == 'held' else f'of {what}'} agree to 10 kB in {exact} of {len(compared)}."
 
 
 def _bound(what: str, errors: Sequence[float], median: float, worst: float) -> str:

@@ -8,12 +8,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -34,6 +35,26 @@ def contender(case: Case, plan: str) -> contenders.Contender:
     model = zoo.MODELS[case.model][0]().train()
     optimizer = NAMED[case.optimizer](list(model.parameters()))
     return zoo.contender(model, optimizer, autoshard.backend(autoshard.Config(plan=plan, codegen=case.codegen, verbose=False)))
+
+
+def kept_bytes(made: contenders.Contender, step: Callable[[], object]) -> dict[str, int]:
+    """Of parameters, optimizer state and gradients, on this process, when the optimizer steps."""
+    found: dict[str, int] = {}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        several = {"parameters": parameters, "optimizer": state, "gradients": [p.grad for p in parameters if p.grad is not None]}
+        found.update({name: sum(_local(t).nbytes for t in tensors) for name, tensors in several.items()})
+
+    handle = made.optimizer.register_step_pre_hook(look)
+    step()
+    handle.remove()
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def probe() -> Iterator[float]:
@@ -59,12 +80,13 @@ def main() -> None:
     batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(WARM_UP):
         made.step(batch)
+    kept = kept_bytes(made, lambda: made.step(batch))
     held = worker.held_bytes(made)
     peak = held + worker.step_growth(made, batch)
     taken = list(zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probe()))
     if dist.get_rank() == 0:
         step, probed = (statistics.median(seconds) for seconds in zip(*taken))
-        found = {"held": held, "peak": peak, "step": step, "probe": probed}
+        found = {"held": held, "peak": peak, "step": step, "probe": probed, **kept}
         Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)
