@@ -56,7 +56,8 @@ class Config:
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
         change: each process's gradients are rounded, and once more what is sent on of their sums: by a node, or where the same rows are
         on several processes. "powersgd" is for stage 0: in the place of a matrix of gradients travel two thin ones whose product is
-        near to it; what is missing is added to the next step's. Each process keeps as much memory for that as its gradients take.
+        near to it; what is missing is added to the next step's. Each process keeps as much memory for that as its gradients take in fp32, and needs as
+        much again while a backward ends.
     compression_rank: how many columns those have.
     hierarchy: how rows travel where there are several nodes of several processes. "flat": in one step over all of them.
         "two_level": parameters between nodes and then inside of them, gradients the other way round. "hpz": so too, and at stage 3

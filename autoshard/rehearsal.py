@@ -21,11 +21,12 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
 from autoshard.ops.block import Block, block_named
-from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of
+from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of, low_rank_shape
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.dump import Dump
+from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import BLOCKS, POLICY
 from autoshard.plan import ParameterGroup, Plan
@@ -57,6 +58,7 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
 def prepare(captured: Capture, plan: Plan, inductor: bool, fuses: Device | None = None) -> Prepared:
     """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`."""
     gm = copy.deepcopy(captured.graph)
+    hoist_unshards(gm)  # whose layouts would not be seen
     residues = _write_layouts(gm, captured, plan)
     manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
@@ -161,7 +163,7 @@ def _links(halves: Halves) -> dict[int, int]:
 def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> list[Tensor]:
     """Puts the plan's own layout into each unshard: what the sharder would have shown to the trace. One process has
     none. What is kept of gradients that go in low rank becomes more inputs, which these are."""
-    trained = {p.name for p in captured.inventory.parameters if p.trained}
+    infos = {p.name: p for p in captured.inventory.parameters}
     residues: dict[str, tuple[Node, Node]] = {}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     for node in graphs.calls(gm, graphs.UNSHARD):
@@ -170,7 +172,8 @@ def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> list[Tenso
             gm.graph.erase_node(node)
             continue
         name = captured.parameters[inputs[node.args[0]]]  # type: ignore[index]
-        shape = node.meta["example_value"].shape if name in trained else ()
+        whole = node.meta["example_value"]
+        shape = low_rank_shape(whole.shape, getattr(torch, infos[name].dtype), infos[name].trained)
         layout = layout_in_rehearsal(plan.group_of[name], plan, shape)
         node.args = (node.args[0], node.args[1], str(layout), node.args[3])
         if layout.low_rank:

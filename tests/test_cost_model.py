@@ -311,6 +311,16 @@ def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
         assert next(s.end for s in dragged.spans if s.stream == "link") == (6.0 if compute == 2.0 else 10.0)
 
 
+def test_what_goes_inside_of_nodes_and_what_goes_between_them_have_links_of_their_own() -> None:
+    graph, reduce = Graph(), torch.ops._c10d_functional.all_reduce.default
+    first, second = (Operation(graph.call_function(reduce, ()), "forward", (), (i,)) for i in range(2))
+    for link, end in (("inside", 10.0), ("between", 5.0)):
+        line = timeline.simulate(
+            Program([first, second]), lambda _: 0.0, lambda _: 5.0, link_of=lambda o, x=link: "inside" if o is first else x
+        )
+        assert max(span.end for span in line.spans) == end
+
+
 def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads() -> None:
     graph, c10d = Graph(), torch.ops._c10d_functional
     relu, other = (graph.call_function(torch.ops.aten.relu.default, ()) for _ in range(2))

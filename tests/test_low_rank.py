@@ -15,15 +15,15 @@ import autoshard
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
-from autoshard.errors import ConfigError, PlanError
+from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.passes import graphs
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import rehearse
-from autoshard.runtime.residue import Residue
+from autoshard.runtime.residue import Residue, residues_of
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
-from tests.small import config, in_full
+from tests.small import config, in_full, what_is_said
 
 
 class Net(nn.Module):
@@ -59,12 +59,12 @@ class Reference:
         self.factor, self.errors = factor.double(), [0.0] * world
 
     def step(self, grads: list[Tensor]) -> Tensor:
-        matrices = [g.double() + e for g, e in zip(grads, self.errors)]
+        matrices = [g.double().flatten(1) + e for g, e in zip(grads, self.errors)]
         left = torch.linalg.qr(sum(m @ self.factor for m in matrices)).Q  # type: ignore[union-attr]
         self.factor = sum(m.T @ left for m in matrices) / len(matrices)  # type: ignore[assignment]
         mean = left @ self.factor.T
         self.errors = [m - mean for m in matrices]  # type: ignore[misc]
-        return mean
+        return mean.view(grads[0].shape)
 
 
 def batches(steps: int) -> list[list[Tensor]]:
@@ -73,11 +73,7 @@ def batches(steps: int) -> list[list[Tensor]]:
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{prefix}.{name}": residue.factor.detach().clone()
-        for prefix, module in model.named_modules()
-        for name, residue in module.__dict__.get("_autoshard_residues", {}).items()
-    }
+    return {residue.name: residue.factor.detach().clone() for residue in residues(model)}
 
 
 def own_gradients(plain: nn.Module, inputs: list[Tensor]) -> dict[str, list[Tensor]]:
@@ -204,17 +200,19 @@ def thawed() -> tuple[bool, float]:
     model = copy.deepcopy(plain)
     model.up.weight.requires_grad_(False)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
-    for inputs in batches(2):
-        compiled(inputs[dist.get_rank()]).backward()
-        frozen, _ = model.up.weight.grad is None, model.up.weight.requires_grad_()
-    own = own_gradients(plain, inputs)["up.weight"]
+    first, second = batches(2)
+    compiled(first[dist.get_rank()]).backward()
+    frozen = model.up.weight.grad is None
+    model.up.weight.requires_grad_()
+    compiled(second[dist.get_rank()]).backward()
+    own = own_gradients(plain, second)["up.weight"]
     assert model.up.weight.grad is not None
     return frozen, float((model.up.weight.grad - sum(own) / len(own)).abs().max())
 
 
 def test_a_matrix_that_was_frozen_goes_whole(two: Cluster) -> None:
-    for _, distance in two.run(thawed):
-        assert distance < 1e-6
+    for frozen, distance in two.run(thawed):
+        assert frozen and distance < 1e-6
 
 
 def trained(precision: str | None) -> tuple[list[float], list[Tensor], set[str]]:
@@ -236,7 +234,7 @@ def trained(precision: str | None) -> tuple[list[float], list[Tensor], set[str]]
 
 
 def residues(model: nn.Module) -> list[Residue]:
-    return [r for m in model.modules() for r in m.__dict__.get("_autoshard_residues", {}).values()]
+    return [residue for module in model.modules() for residue in residues_of(module).values()]
 
 
 def errors(model: nn.Module) -> list[Tensor]:
@@ -248,6 +246,83 @@ def test_it_trains_and_all_processes_stay_alike(two: Cluster, precision: str | N
     (losses, first, names), (_, second, _) = two.run(trained, precision)
     assert losses[-1] < 0.7 * losses[0] and all(torch.equal(a, b) for a, b in zip(first, second))
     assert names == set(Net().state_dict())
+
+
+class Slow(nn.Module):
+    """Whose first gradient of the embedding is zero, and whose first rows are never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 16)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(ids)), ids % 16)
+
+
+def moved(scale: float) -> float:
+    """How far the embedding went in some steps."""
+    model = rank0_copy(Slow())
+    before = model.embedding.weight.detach().clone()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / scale)
+    ids = torch.randint(8, 64, (128,), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(20):
+        (scale * compiled(ids)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float((model.embedding.weight - before).abs().max())
+
+
+@pytest.mark.parametrize("scale", [1.0, in_full(1e-12), in_full(1e12)])
+def test_a_first_gradient_of_zero_or_a_tiny_one_does_not_end_it(two: Cluster, scale: float) -> None:
+    assert min(two.run(moved, scale)) > 0.01
+
+
+class Convolved(nn.Module):
+    """In another dtype, and a weight of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x.double().view(4, 3, 4, 4)))).square().mean()
+
+
+@pytest.mark.full
+def test_convolutions_and_float64(two: Cluster) -> None:
+    for count, worst in two.run(steps, Convolved, {"compression_rank": 2}, 3):
+        assert count == 2 and worst < 1e-4
+
+
+def by_grad() -> str:
+    model = rank0_copy(Net())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    optimizer = torch.optim.SGD(model.parameters())
+    parameters = list(model.parameters())
+    compiled(batches(1)[0][dist.get_rank()]).backward(inputs=parameters)
+    return what_is_said(optimizer.step)
+
+
+def test_gradients_of_which_nothing_is_kept_are_refused(two: Cluster) -> None:
+    for said in two.run(by_grad):
+        assert said.startswith("UnsupportedError: parameter 'up.weight' got its gradient by torch.autograd.grad")
+
+
+def loaded() -> list[bool]:
+    """Whether something was kept: after a step, and once its model's own state was loaded."""
+    model = rank0_copy(Net())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    compiled(batches(1)[0][dist.get_rank()]).backward()
+    found = [any(bool(e.any()) for e in errors(model))]
+    model.load_state_dict(model.state_dict())
+    return [*found, any(bool(e.any()) for e in errors(model))]
+
+
+def test_what_was_not_sent_ends_with_what_it_was_of(two: Cluster) -> None:
+    assert two.run(loaded) == [[True, False]] * 2
 
 
 def _plan(**options: Any) -> Plan:
@@ -263,14 +338,17 @@ def test_a_plan_knows_what_travels_and_what_is_kept(codegen: str) -> None:
     sent = {t.collective: (t.messages, t.bytes) for t in plan.predicted.traffic}
     plain = {t.collective: t.bytes for t in first_look(Net(), config(0), Machines(4, 1, DEVICES["cpu"])).predicted.traffic}
     assert sent["all_reduce"][1] * (matrices + vectors) == plain["all_reduce"] * (thin + vectors)
-    assert plan.predicted.memory["compression"] == 4 * (matrices + 2 * 3 * 28)
+    kept = first_look(Net(), config("auto", compression="powersgd", compression_rank=3), Machines(4, 1, DEVICES["cpu"]))
+    assert plan.predicted.memory["compression"] == kept.predicted.memory["compression"] == 4 * (matrices + 2 * 3 * 28)
     made = rehearse(capture(Net(), torch.randn(8, 24)), plan, inductor=codegen == "inductor").backward
     assert made is not None and sum(map(graphs.reduces, made.graph.nodes)) == sent["all_reduce"][0]
 
 
 def test_said_wrong_or_in_vain() -> None:
     for alone in (first_look(Net(), config(0, compression="powersgd"), Machines(1, 1, DEVICES["cpu"])), _plan(compression_rank=20)):
-        assert not alone.low_rank and any("no gradients travel that are matrices" in why for why in alone.why)
+        assert not alone.low_rank and any("compression='powersgd': " in why for why in alone.why)
+    with pytest.raises(BudgetError, match="Cheapest fix: another compression"):
+        _plan(memory_budget="20kB")
     with pytest.raises(ConfigError, match="zero: 2 with compression='powersgd'"):
         config(2, compression="powersgd")
     with pytest.raises(ConfigError, match="compression_rank: 0 is not legal"):

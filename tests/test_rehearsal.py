@@ -84,12 +84,20 @@ def test_a_model_that_breaks_is_captured_up_to_there() -> None:
     assert len(capture(Deep(breaks=True), torch.randn(4, 8)).parameters) == 4
 
 
+class Checkpointed(Blocks):
+    """Whose forward is a region of its own."""
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, *args, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [Blocks, Checkpointed])
 @pytest.mark.parametrize(("zero", "low_rank"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)])
-def test_a_rehearsal_has_the_graphs_of_the_job(zero: int, low_rank: int) -> None:
+def test_a_rehearsal_has_the_graphs_of_the_job(zero: int, low_rank: int, make: type[nn.Module]) -> None:
     inputs = torch.randn(4, 8)
-    plan = replace(plan_for(Blocks(), zero), low_rank=low_rank)
-    rehearsed = rehearse(capture(Blocks(), inputs), plan, inductor=False)
-    job = rewritten(Blocks(), inputs, plan)
+    plan = replace(plan_for(make(), zero), low_rank=low_rank)
+    rehearsed = rehearse(capture(make(), inputs), plan, inductor=False)
+    job = rewritten(make(), inputs, plan)
     assert rehearsed.backward is not None
     assert _operations(rehearsed.forward) == _operations(job["forward"])
     assert _operations(rehearsed.backward) == _operations(job["backward"])

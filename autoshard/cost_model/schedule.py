@@ -9,6 +9,7 @@ was in the trace.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import WAIT, Operation, Program
 from autoshard.cost_model.sizes import Values, evaluator, shape_of
-from autoshard.cost_model.timeline import Sharing
+from autoshard.cost_model.timeline import Link, LinkOf, Sharing
 from autoshard.cost_model.work import Work, work_of
 
 _SIZES = ("flops", "read", "written", "hard", "serial")
@@ -40,10 +41,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective that is issued. gives: the pieces that its wait will name."""
+    """A collective that is issued. gives: the pieces that its wait will name. link: what carries it."""
 
     seconds: float
     gives: tuple[int, ...]
+    link: Link
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,21 @@ class Schedule:
     def _seconds(self, values: Values) -> NDArray[np.float64]:
         spent = self._stretches(values)
         now: Any = np.zeros(spent.shape[1:])
-        link: Any = now
+        links: dict[Link, Any] = {}
         ends: dict[int, Any] = {}
         sharing = self.sharing
         for event in self.events:
             if isinstance(event, Stretch):
-                taken, busy = spent[self._row[event]] * (1 + sharing.skew), link - now
+                taken = spent[self._row[event]] * (1 + sharing.skew)
+                busy = functools.reduce(np.maximum, links.values(), now) - now
                 if sharing.drag:
                     both = sharing.both(taken, busy)
                     ends = {piece: sharing.delayed(end, now, both) for piece, end in ends.items()}
-                    link = sharing.delayed(link, now, both)
+                    links = {link: sharing.delayed(end, now, both) for link, end in links.items()}
                 now = now + sharing.slowed(taken, busy)
             elif isinstance(event, Message):
-                link = np.maximum(link, now) + event.seconds
-                ends.update(dict.fromkeys(event.gives, link))
+                links[event.link] = np.maximum(links.get(event.link, now), now) + event.seconds
+                ends.update(dict.fromkeys(event.gives, links[event.link]))
             else:
                 for piece in event.pieces:
                     now = np.maximum(now, ends.pop(piece, now))
@@ -161,15 +164,16 @@ def schedule_of(
     device: Device,
     sharing: Sharing,
     after: float,
+    link_of: LinkOf,
 ) -> Schedule:
-    """The schedule of a program. collective: the seconds of one. generated: whether code is generated for an operation.
+    """The schedule of a program. collective: the seconds of one. link_of: what carries it. generated: whether code is generated for an operation.
     after: the optimizer's seconds."""
     book = _Book()
     for operation in program.operations:
         if operation.name == WAIT:
             book.note(Wait(operation.reads))
         elif operation.name.startswith("_c10d_functional"):
-            book.note(Message(collective(operation), operation.makes))
+            book.note(Message(collective(operation), operation.makes, link_of(operation)))
         else:
             book.run((work_of(operation).at(program.open.named), generated(operation)))
     book.close()

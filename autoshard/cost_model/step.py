@@ -23,7 +23,8 @@ class GroupCost:
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction,
     message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
-    the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers.
+    the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
+    for which `residue` are kept.
     """
 
     elements: int
@@ -42,6 +43,7 @@ class GroupCost:
     apart: tuple[int, ...] = ()
     low_rank: int = 0
     thin: int = 0
+    residue: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -74,7 +76,7 @@ def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]
     for g in groups:
         out["parameters"] += g.elements * g.itemsize // g.optimizer_degree
         out["gradients"] += g.trained * g.itemsize // g.optimizer_degree
-        out["compression"] += (g.low_rank + g.thin) * 4
+        out["compression"] += g.residue * 4
         out["optimizer"] += g.trained * g.itemsize * optimizer_states // g.optimizer_degree
     out["gathered"], out["buckets"] = _gathered(groups), _buckets(groups)
     return dict(out)

@@ -14,7 +14,7 @@ from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
-from autoshard.cost_model.timeline import Sharing, Timeline
+from autoshard.cost_model.timeline import Link, Sharing, Timeline
 from autoshard.cost_model.work import Work, work_of
 
 _NAMES = {
@@ -54,7 +54,8 @@ def step_time(
     def collective(operation: Operation) -> float:
         return collective_seconds(operation, cluster, groups)
 
-    line = timeline.simulate(program, kernel, collective, Sharing.on(cluster.device, groups.values()))
+    sharing = Sharing.on(cluster.device, groups.values())
+    line = timeline.simulate(program, kernel, collective, sharing, functools.partial(_link_of, groups))
     return StepTime(line, _optimizer(moved, cluster))
 
 
@@ -69,6 +70,7 @@ def schedule(
         cluster.device,
         Sharing.on(cluster.device, groups.values()),
         _optimizer(moved, cluster),
+        functools.partial(_link_of, groups),
     )
 
 
@@ -80,10 +82,17 @@ def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[s
     """Of the group that a collective's last argument names, and what it is given."""
     packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
     name = _NAMES.get(packet, packet)
-    arguments: tuple[Any, ...] = operation.node.args
-    group = groups.get(str(arguments[-1]), Group(1))
-    value = arguments[0].meta["val"]
+    value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
+    group = _group(groups, operation)
     payload = value.numel() * value.element_size() * (group.size if name == "all_gather" else 1)
     return collectives.seconds(name, payload, group, cluster.device)
+
+
+def _group(groups: Mapping[str, Group], operation: Operation) -> Group:
+    return groups.get(str(operation.node.args[-1]), Group(1))
+
+
+def _link_of(groups: Mapping[str, Group], operation: Operation) -> Link:
+    return "between" if _group(groups, operation).nodes > 1 else "inside"
 
 

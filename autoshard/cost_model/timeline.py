@@ -1,7 +1,7 @@
-"""The time simulator: operations one after the other on the compute stream, collectives beside them on the link.
+"""The time simulator: operations one after the other on the compute stream, collectives beside them on links.
 
 [Note: Streams] Compute runs in the order of the program. A collective starts when it is issued and the one before it is
-through, for each link carries out its collectives in turn. A wait holds compute up until its collective has ended. Where
+through, for each link carries out its collectives in turn: that between nodes is one, what is inside of them another. A wait holds compute up until its collective has ended. Where
 the processor itself moves the bytes (gloo), both slow down while both are at work: of each such second compute loses
 `interference`, and the collective `drag`. So several operations take beside a collective what one of their whole length would.
 Processes are slower by turns, and a collective waits for the slowest: between two of them compute takes `skew` of itself longer.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from autoshard.cost_model.kernels import Amount
 from autoshard.cost_model.program import WAIT, Operation, Program
 
 Seconds = Callable[[Operation], float]
+Link = Literal["between", "inside"]  # nodes
+LinkOf = Callable[[Operation], Link]
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,20 @@ class Sharing:
 ALONE = Sharing()
 
 
-def simulate(program: Program, kernel: Seconds, collective: Seconds, sharing: Sharing = ALONE) -> Timeline:
-    """The timeline of a program without its optimizer's step."""
+def _one(operation: Operation) -> Link:
+    return "between"
+
+
+def simulate(
+    program: Program, kernel: Seconds, collective: Seconds, sharing: Sharing = ALONE, link_of: LinkOf = _one
+) -> Timeline:
+    """The timeline of a program without its optimizer's step. link_of: what carries a collective."""
     walk = _Walk(sharing)
     for i, operation in enumerate(program.operations):
         if operation.name == WAIT:
             walk.wait(operation.reads)
         elif operation.name.startswith("_c10d_functional"):
-            walk.issue(i, operation.makes, collective(operation))
+            walk.issue(i, operation.makes, collective(operation), link_of(operation))
         else:
             walk.run(i, kernel(operation))
     spans = sorted((*walk.spans, *walk.flights.values()), key=lambda span: span.operation)
@@ -104,12 +113,12 @@ def simulate(program: Program, kernel: Seconds, collective: Seconds, sharing: Sh
 
 @dataclass
 class _Walk:
-    """Through a program: what the time is, and until when the link is busy. flights: of collectives, by operation; issued: which
+    """Through a program: what the time is, and until when each link is busy. flights: of collectives, by operation; issued: which
     of them gives a piece."""
 
     sharing: Sharing
     now: float = 0.0
-    link: float = 0.0
+    links: dict[Link, float] = field(default_factory=dict)
     compute: float = 0.0
     communication: float = 0.0
     exposed: float = 0.0
@@ -122,15 +131,16 @@ class _Walk:
         self.exposed += max(end - self.now, 0.0)
         self.now = max(self.now, end)
 
-    def issue(self, at: int, makes: Iterable[int], seconds: float) -> None:
-        start = max(self.link, self.now)
-        self.link = start + seconds
+    def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link) -> None:
+        start = max(self.links.get(link, 0.0), self.now)
+        self.links[link] = start + seconds
         self.communication += seconds
         self.issued.update(dict.fromkeys(makes, at))
-        self.flights[at] = Span(at, "link", start, self.link)
+        self.flights[at] = Span(at, "link", start, start + seconds)
 
     def run(self, at: int, seconds: float) -> None:
-        start, taken, busy = self.now, seconds * (1 + self.sharing.skew), self.link - self.now
+        start, taken = self.now, seconds * (1 + self.sharing.skew)
+        busy = max(self.links.values(), default=0.0) - self.now
         both = float(self.sharing.both(taken, busy))
         if self.sharing.drag:
             self._delay(both)
@@ -142,7 +152,7 @@ class _Walk:
         def later(moment: float) -> float:
             return float(self.sharing.delayed(moment, self.now, both))
 
-        self.link = later(self.link)
+        self.links = {link: later(end) for link, end in self.links.items()}
         for at, flight in self.flights.items():
             if flight.end > self.now:
                 self.flights[at] = replace(flight, start=later(flight.start), end=later(flight.end))

@@ -153,6 +153,12 @@ def goes_low_rank(shape: Sequence[int], rank: int) -> bool:
     return len(shape) > 1 and 2 * thin(shape, rank) < math.prod(shape)
 
 
+def low_rank_shape(shape: Sequence[int], dtype: torch.dtype, trained: bool) -> Sequence[int]:
+    """The shape of a parameter whose gradient may go in low rank. One that is frozen may be trained later; that goes whole, and what
+    is complex does."""
+    return shape if trained and dtype.is_floating_point else ()
+
+
 def thin(shape: Sequence[int], rank: int) -> int:
     """How many numbers those two matrices have."""
     return rank * (shape[0] + math.prod(shape[1:]))
@@ -161,8 +167,8 @@ def thin(shape: Sequence[int], rank: int) -> int:
 def layout_of(
     group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str]], str], shape: Sequence[int] = ()
 ) -> Layout:
-    """How the parameters of a group travel by a plan; of one of them, if its shape is given, its gradient too (one
-    that is frozen may be trained later; that goes whole). name_of: the process
+    """How the parameters of a group travel by a plan; of one of them, if its shape is given, its gradient too: see
+    `low_rank_shape`. name_of: the process
     group over some of the plan's axes."""
     sharded = group.degrees.optimizer > 1
     axes = [axis for axis, size in plan.axes if size > 1]

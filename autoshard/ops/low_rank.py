@@ -3,7 +3,8 @@
 [Note: PowerSGD] (Vogels, Karimireddy, Jaggi, 2019.) To its gradient G of n x m a process adds what it has not sent of earlier ones:
 M = G + E. Of the M of all, P = M Q is summed, with a Q of m x r that all have alike, and made orthonormal; then R = Mᵀ P is averaged.
 P Rᵀ is everyone's mean gradient, and what a process's own G has more than that is added to its E: nothing is lost, it comes later.
-R is the next Q, so that steps together find the r directions in which gradients are largest.
+The columns of R, brought to one length, are the next Q, so that steps together find the r directions in which gradients are largest; of what
+is zero the direction stays.
 
 E and Q are leaves whose gradients are the *changes* of them. So a backward is a function as any other, a forward without a backward
 changes nothing, and blocks of which one graph is compiled have an E and a Q each. What is not finite
@@ -29,13 +30,13 @@ def _define_mean_low_rank(
     grads: Sequence[Tensor], errors: Sequence[Tensor], factors: Sequence[Tensor], layout: str, names: str
 ) -> list[Tensor]:
     spec = Layout.parse(layout)
-    matrices = [(grad + error).flatten(1) for grad, error in zip(grads, errors)]
+    matrices = [(grad.to(error.dtype) + error).flatten(1) for grad, error in zip(grads, errors)]
     lefts = _sums([m @ factor for m, factor in zip(matrices, factors)], spec)
     lefts = [torch.linalg.qr(left).Q for left in lefts]
     rights = [right / spec.mean_over for right in _sums([m.T @ left for m, left in zip(matrices, lefts)], spec)]
     means = [(left @ right.T).view(g.shape).to(g.dtype) for g, left, right in zip(grads, lefts, rights)]
     unsent = [_finite(grad.to(error.dtype) - mean) for grad, error, mean in zip(grads, errors, means)]
-    turned = [_finite(right - factor) for right, factor in zip(rights, factors)]
+    turned = [_direction(right, factor) - factor for right, factor in zip(rights, factors)]
     return [*means, *unsent, *turned]
 
 
@@ -44,6 +45,13 @@ def _sums(parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     flat = torch.cat([part.reshape(-1) for part in parts])
     flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.replicas))
     return wire.split_like(flat, wire.shapes_of(parts))
+
+
+def _direction(right: Tensor, factor: Tensor) -> Tensor:
+    """The columns, whose magnitudes then add up to 1 (squares of small gradients would be zero); as they were, where all are zero or
+    one is not finite."""
+    length = right.abs().sum(0)
+    return torch.where((length > 0) & (length < math.inf), right / length, factor)
 
 
 def _finite(change: Tensor) -> Tensor:

@@ -44,9 +44,8 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
 def _with_low_rank(plan: Plan, costs: Sequence[step.GroupCost]) -> Plan:
     whole, thin = sum(cost.low_rank for cost in costs), sum(cost.thin for cost in costs)
     if plan.leaves_alone or not thin:
-        return replace(plan, low_rank=0).because(
-            f"compression={POWERSGD!r}: no gradients travel that are matrices of more than rank {plan.low_rank}"
-        )
+        why = "no gradients travel" if plan.leaves_alone else f"two matrices of rank {plan.low_rank} are half of no gradient, or more"
+        return replace(plan, low_rank=0).because(f"compression={POWERSGD!r}: {why}")
     return plan.because(
         f"PowerSGD of rank {plan.low_rank}, as was asked for: numbers change. {counted(thin, 'number travels', 'numbers travel')} "
         f"in the place of {whole}"

@@ -166,6 +166,8 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
 def _fix(least: Plan, config: Config, where: Circumstances) -> str:
     assert where.budget is not None
     memory = least.predicted.memory
+    if least.low_rank:
+        return f"another compression, with which rows can be sharded, or a budget of {bytes_text(least.predicted.peak_bytes)}"
     if config.zero not in ("auto", 3):
         return 'zero="auto" or zero=3'
     divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))

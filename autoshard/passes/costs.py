@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from autoshard.dtypes import dtype_named
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.ops import wire
 from autoshard.ops.layout import goes_low_rank, layout_of, thin
+from autoshard.ops.low_rank import residue_shapes
 from autoshard.plan import ParameterGroup, Plan
 
 
@@ -42,6 +44,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         apart=_apart(plan, group, infos),
         low_rank=sum(p.elements for p in thinned),
         thin=sum(thin(p.shape, plan.low_rank) for p in thinned),
+        residue=sum(math.prod(shape) for p in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
 
 

@@ -27,12 +27,17 @@ class HoistUnshards:
     bitwise: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
-        for call in gm.graph.find_nodes(op="call_function", target=REGION):
-            body = graphs.region(gm, call)
-            self.run(body, context)  # a region inside a region gives to the outer one first
-            _hoist(gm, call, body)
-            body.recompile()
+        hoist_unshards(gm)
         return gm
+
+
+def hoist_unshards(gm: GraphModule) -> None:
+    """Done to a graph in place."""
+    for call in gm.graph.find_nodes(op="call_function", target=REGION):
+        body = graphs.region(gm, call)
+        hoist_unshards(body)  # a region inside a region gives to the outer one first
+        _hoist(gm, call, body)
+        body.recompile()
 
 
 def _hoist(gm: GraphModule, call: Node, body: GraphModule) -> None:

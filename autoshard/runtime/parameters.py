@@ -32,6 +32,7 @@ from autoshard.errors import StaleParameterError, UnsupportedError
 from autoshard.ops import logical  # noqa: F401  (registers the logical ops)
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.holder import takes_part
+from autoshard.runtime.residue import RESIDUES
 
 
 def _as_traced(
@@ -49,7 +50,7 @@ def _as_traced(
         full = torch.ops.autoshard.unshard(rows.detach(), shape, layout, "")
         return torch.ops.autoshard.hold(full, holders[name])
     full = torch.ops.autoshard.unshard(rows, shape, layout, "")
-    residues = module.__dict__["_autoshard_residues"]
+    residues = module.__dict__[RESIDUES]
     if name in residues and parameter.requires_grad:
         full = torch.ops.autoshard.low_rank(full, residues[name].error, residues[name].factor, layout, "")
     if holds and accumulation.mode == "flush" and takes_part(parameter):

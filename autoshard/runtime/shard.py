@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from autoshard.dtypes import dtype_or_own
 from autoshard.inventory import names_of
-from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of
+from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of, low_rank_shape
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import dtensor_of
 from autoshard.runtime.holder import Holder
 from autoshard.runtime.parameters import retire, sharded_class
 from autoshard.runtime.processes import build_mesh, name_of_everyone
-from autoshard.runtime.residue import Residue
+from autoshard.runtime.residue import RESIDUES, Residue, forget
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Sharder:
 
     def layout(self, group: ParameterGroup, parameter: nn.Parameter) -> Layout:
         """How a parameter of a group travels, and its gradient."""
-        return layout_of(group, self.plan, self._group_name, parameter.shape if parameter.requires_grad else ())
+        shape = low_rank_shape(parameter.shape, parameter.dtype, parameter.requires_grad)
+        return layout_of(group, self.plan, self._group_name, shape)
 
     def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
@@ -175,7 +176,8 @@ def _remember(layout: Layout, name: str, new: nn.Parameter, where: list[Place]) 
         return
     residue = Residue(name, tuple(new.shape), layout.low_rank, new.device)
     for place in where:
-        place.module.__dict__.setdefault("_autoshard_residues", {})[place.attribute] = residue
+        place.module.__dict__.setdefault(RESIDUES, {})[place.attribute] = residue
+        place.module.register_load_state_dict_post_hook(forget)
 
 
 def _mesh_of_nodes(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
@@ -200,7 +202,7 @@ def _show_sharded(
 ) -> None:
     module.__dict__.setdefault("_autoshard_holders", {})
     module.__dict__.setdefault("_autoshard_absent", {})
-    module.__dict__.setdefault("_autoshard_residues", {})
+    module.__dict__.setdefault(RESIDUES, {})
     cls: Any = type(module)
     module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, accumulation)
 

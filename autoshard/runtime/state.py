@@ -29,6 +29,7 @@ from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
 from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
+from autoshard.runtime.residue import Residue, refuse_lost, residues_of
 from autoshard.runtime.shard import full_value, places_of
 
 ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
@@ -69,6 +70,11 @@ class ModelState:
     def ids(self) -> dict[int, str]:
         """The parameters' names by id, as of the first call."""
         return names_of(self.model)
+
+    @functools.cached_property
+    def residues(self) -> dict[int, Residue]:
+        """Of the parameters whose gradients go in low rank, by id."""
+        return {id(m._parameters[name]): r for m in self.model.modules() for name, r in residues_of(m).items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
@@ -120,6 +126,7 @@ class ModelState:
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
+        refuse_lost(self.residues, stepped)
         apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
         if apart and not stands_still(optimizer):
             raise DivergenceError(
