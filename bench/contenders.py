@@ -61,12 +61,12 @@ def ddp(compiled: bool = False) -> Contender:
     return _ordinary(torch.compile(model) if compiled else model, optimizer)
 
 
-def ddp_hooked(hook: Literal["bf16", "powersgd"]) -> Contender:
+def ddp_hooked(hook: Literal["fp16", "powersgd"]) -> Contender:
     """DistributedDataParallel with one of torch's communication hooks; PowerSGD from the second step on, which is the earliest."""
     found = ddp()
     model: Any = found.model
-    if hook == "bf16":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     else:
         options = {"matrix_approximation_rank": RANK, "start_powerSGD_iter": 2}
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), powerSGD_hook.powerSGD_hook)
@@ -148,10 +148,10 @@ HIERARCHIES: dict[str, Callable[[], Contender]] = {
 
 # Where gradients are compressed.
 COMPRESSIONS: dict[str, Callable[[], Contender]] = {
-    "ddp_bf16": partial(ddp_hooked, "bf16"),
+    "ddp_fp16": partial(ddp_hooked, "fp16"),
     "ddp_powersgd": partial(ddp_hooked, "powersgd"),
     "autoshard0": partial(autoshard_zero, 0),
-    "autoshard0_bf16": partial(autoshard_zero, 0, compression="bf16"),
+    "autoshard0_fp16": partial(autoshard_zero, 0, compression="fp16"),
     "autoshard0_powersgd": partial(autoshard_zero, 0, compression="powersgd", compression_rank=RANK),
 }
 
