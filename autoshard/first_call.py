@@ -153,6 +153,7 @@ class FirstCall:
             "scaler": self.world.size > 1 and scaler.is_there(),
             "_free": free_memory(device_of(self.model)),
             "_host": platform.node(),
+            "_arithmetic": _arithmetic(device_of(self.model)),
         }
 
     def _decide(self, inventory: Inventory, statements: list[Statement]) -> Plan:
@@ -172,6 +173,7 @@ class FirstCall:
             config = replace(config, replicate_below=0)
         config = _without_nodes(config, [s["_host"] for s in statements], where.cluster.per_node)
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit))
+        plan = warned_of_rounding(plan, [s["_arithmetic"] for s in statements])
         return replace(plan, regions=plan.regions or self.graph.traced_once)
 
     def _chooses(self) -> bool:
@@ -238,6 +240,20 @@ class FirstCall:
 
 def _as_it_is(plan: Plan) -> Plan:
     return plan
+
+
+def _arithmetic(device: torch.device) -> str:
+    """What decides how sums are rounded."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+
+
+def warned_of_rounding(plan: Plan, kinds: Sequence[str]) -> Plan:
+    """The plan; a reason more where processes make their parameters equal by computing alike, and do not. kinds: of each rank's
+    arithmetic."""
+    if not plan.low_rank or len(set(kinds)) == 1:
+        return plan
+    named = ", ".join(sorted(set(kinds)))
+    return plan.because(f"PowerSGD on {named}: processes will round differently, and their parameters drift apart by that")
 
 
 def _without_nodes(config: Config, hosts: Sequence[str], per_node: int) -> Config:

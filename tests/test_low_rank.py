@@ -16,6 +16,7 @@ from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError, ConfigError, PlanError
+from autoshard.first_call import warned_of_rounding
 from autoshard.passes import graphs
 from autoshard.plan import Plan
 from autoshard.planning import first_look
@@ -342,6 +343,13 @@ def test_a_plan_knows_what_travels_and_what_is_kept(codegen: str) -> None:
     assert plan.predicted.memory["compression"] == kept.predicted.memory["compression"] == 4 * (matrices + 2 * 3 * 28)
     made = rehearse(capture(Net(), torch.randn(8, 24)), plan, inductor=codegen == "inductor").backward
     assert made is not None and sum(map(graphs.reduces, made.graph.nodes)) == sent["all_reduce"][0]
+
+
+def test_processes_that_round_differently_are_told() -> None:
+    plan = _plan()
+    assert warned_of_rounding(plan, ["AVX2"] * 4) is plan
+    assert "on AVX2, AVX512: processes will round differently" in warned_of_rounding(plan, ["AVX512", "AVX2"]).why[-1]
+    assert warned_of_rounding(replace(plan, low_rank=0), ["AVX512", "AVX2"]).why == plan.why
 
 
 def test_said_wrong_or_in_vain() -> None:
