@@ -308,7 +308,8 @@ def test_any_graph_gives_what_torch_gives(data: st.DataObject, shape: list[int],
     exact = function(*(x.double() for x in inputs))
     for ours, plain, value in zip(run(gm, inputs), function(*inputs), exact):
         assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-        assert apart(ours, value) <= 8 * len(steps) * EPSILON[dtype]
+        overflowed = ~plain.isfinite() & (ours == plain)  # where torch's own numbers end, in this dtype
+        assert apart(ours[~overflowed], value[~overflowed]) <= 8 * len(steps) * EPSILON[dtype]
 
 
 def _fits(x: Tensor, y: Tensor) -> bool:
