@@ -85,6 +85,8 @@ class Backend:
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile asks of a backend: something that runs `gm`."""
+        if any(isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs):
+            torch_internals.guard_parameters()
         state = self._state_for(inputs)
         if state is None:
             model = find_owner(inputs)

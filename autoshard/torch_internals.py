@@ -65,6 +65,7 @@ __all__ = [
     "gloo_in_turn",
     "gradient_places",
     "graph_break",
+    "guard_parameters",
     "has_step_hooks",
     "ignore_messages_given_once",
     "inductor_alone",
@@ -139,6 +140,22 @@ def _begins(callback: Callable[[], None]) -> Callable[[Any], None]:
             lock.acquire()
 
     return begins
+
+
+def guard_parameters() -> None:
+    """Has the guards of what Dynamo compiles now look at parameters in each call. Torch 2.11's skip tensors while the dict
+    that holds them is as it was, so that a parameter that is frozen now never got a gradient once it is thawed (pytorch
+    #139476, mended in 2.12). Seen: 2.11; nothing to do on 2.13."""
+    mended = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    if mended or not torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags:
+        return
+    torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+    if _skip_guards_again not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_skip_guards_again)
+
+
+def _skip_guards_again(_: Any) -> None:
+    torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
 
 
 def behind_a_break() -> bool:

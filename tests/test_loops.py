@@ -118,9 +118,19 @@ def frozen_for_a_while(models: Models, optimizers: Optimizers, x: Tensor, scale:
         finish(models[0], optimizers[0])
 
 
+def thawed_one_by_one(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    steps = getattr(optimizers[0], "seen", 0)
+    for name, parameter in models[0].named_parameters():
+        parameter.requires_grad_("down" in name or steps > 1)
+    (models[0](x).pow(2).mean() * scale).backward()
+    if at.last:
+        optimizers[0].seen = steps + 1  # type: ignore[attr-defined]
+        finish(models[0], optimizers[0])
+
+
 LOOPS: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (clip_values, zero_between, siamese, summed, teacher, adversarial, frozen_for_a_while)
+    for f in (clip_values, zero_between, siamese, summed, teacher, adversarial, frozen_for_a_while, thawed_one_by_one)
 }
 
 

@@ -238,6 +238,24 @@ def test_before_traces_comes_first_and_may_compile() -> None:
     assert seen == ["begins", "inner", "backend", "backend"]
 
 
+def test_guarded_parameters_are_seen_to_be_thawed() -> None:
+    def backend(gm: Any, inputs: Any) -> Any:
+        torch_internals.guard_parameters()
+        seen.append(model.weight.requires_grad)
+        return gm.forward
+
+    seen: list[bool] = []
+    before = torch.compiler.config.skip_tensor_guards_with_matching_dict_tags
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend=backend)
+    for trained in (False, False, True):
+        model.weight.requires_grad_(trained)
+        compiled(torch.ones(1, 2))
+    torch.compiler.reset()
+    assert seen == [False, True]
+    assert torch.compiler.config.skip_tensor_guards_with_matching_dict_tags == before
+
+
 def test_backend_of_names_what_compile_was_given() -> None:
     def backend(gm: Any, inputs: Any) -> Any:
         return gm.forward
