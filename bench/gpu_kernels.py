@@ -77,6 +77,16 @@ def adamw(numbers: int, rate: float) -> Iterator[str]:
     yield from _rows("AdamW of bf16 with masters, clipped", 32 * half, rate, {"autoshard": ours.step})
 
 
+def adafactor(numbers: int, rate: float) -> Iterator[str]:
+    """Of matrices. The floor is that of three passes, see [Note: Adafactor's passes]."""
+    for who, kind in (("torch", torch.optim.Adafactor), ("autoshard", autoshard.optim.Adafactor)):
+        torch.cuda.empty_cache()
+        matrices = [nn.Parameter(p.detach().view(-1, 8192)) for p in parameters(numbers // 8192 * 8192, torch.float32)]
+        for p in matrices:
+            p.grad = torch.randn_like(p)
+        yield from _rows("Adafactor, fp32", 24 * numbers, rate, {who: kind(matrices).step})
+
+
 def _separately(numbers: int) -> Callable[[], None]:
     """Clipping, a step of float32 masters, and the copy back."""
     halves = parameters(numbers, torch.bfloat16)
@@ -195,13 +205,13 @@ def main() -> None:
         "# Generated kernels on a GPU",
         "",
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a copy reaches {rate / 1e9:.0f} GB/s. Medians of one run, in ms.",
-        f"AdamW over {numbers / 1e9:g} billion numbers, half as many where there are masters; regions in bf16.",
+        f"AdamW over {numbers / 1e9:g} billion numbers, half as many where there are masters, a quarter with Adafactor; regions in bf16.",
         "Written by `python bench/gpu_kernels.py`.",
         "",
         "| | | took | floor | of the floor's rate |",
         "|---|---|---:|---:|---:|",
     ]
-    for line in (*adamw(numbers, rate), *regions(rate)):
+    for line in (*adamw(numbers, rate), *adafactor(numbers // 4, rate), *regions(rate)):
         print(line, flush=True)
         lines.append(line)
     RESULT.write_text("\n".join(lines) + "\n")

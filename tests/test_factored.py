@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import autoshard
 from autoshard.errors import ConfigError, UnsupportedError
+from autoshard.runtime import factored
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
 from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
@@ -55,6 +57,43 @@ def test_steps_are_torchs(shapes: Any, decay: float, maximize: bool, eps: Any, d
             given_gradients(parameters, step)
             optimizer.step()
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(ours, theirs))
+
+
+# Of one step's result where each number is rounded to this dtype; the interpreter cuts bfloat16 off where a GPU rounds.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@settings(max_examples=6, deadline=None)
+@given(
+    st.lists(st.one_of(st.just((18, 144)), st.just((2, 17, 5)), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=3),
+    st.sampled_from(list(ROUNDING)),
+    st.sampled_from([0.0, 0.1]),
+    st.booleans(),
+    st.sampled_from([1.0, 8.0]),
+)
+def test_kernels_step_as_torch_does_in_float64(
+    shapes: Any, dtype: torch.dtype, decay: float, maximize: bool, scale: float
+) -> None:
+    """Each step from the same state. The kernels divide gradients by the scale."""
+    ours = made(shapes, dtype)
+    options: Any = {"lr": 0.05, "weight_decay": decay, "maximize": maximize, "eps": (1e-3, 1e-3)}
+    optimizer = autoshard.optim.Adafactor(ours, **options)
+    for step in range(2):
+        theirs = [nn.Parameter(p.detach().double()) for p in ours]
+        reference = optim.Adafactor(theirs, **options)
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        given_gradients(ours, step)
+        for p, whole in zip(ours, theirs):
+            assert p.grad is not None
+            whole.grad = p.grad.double()
+            p.grad = p.grad * scale
+        factored.take(optimizer, torch.tensor(scale), interpret=True)
+        reference.step()
+        for p, whole in zip(ours, theirs):
+            assert torch.allclose(p.double(), whole, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+            for key, value in optimizer.state[p].items():
+                assert torch.allclose(value.double(), reference.state[whole][key].double(), rtol=ROUNDING[dtype], atol=1e-4), key
 
 
 def test_a_hundred_steps_and_state_dicts_are_torchs() -> None:
@@ -115,8 +154,8 @@ class Many(nn.Module):
         return torch.tanh(self.kernels(y.unsqueeze(-2))).pow(2).mean()
 
 
-def trained(zero: int, begun: bool) -> Distance:
-    """begun: the optimizer has stepped before the model was sharded."""
+def trained(zero: int, begun: bool, by_kernels: bool = False) -> Distance:
+    """begun: the optimizer has stepped before the model was sharded. by_kernels: as on a GPU, by Triton's interpreter."""
     torch.manual_seed(0)
     model = Many()
     plain = rank0_copy(model)
@@ -129,7 +168,10 @@ def trained(zero: int, begun: bool) -> Distance:
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     for inputs in inputs_of(4):
         backward_beside(compiled, plain, inputs)
-        step_each(optimizer, reference)
+        if by_kernels:
+            factored.take(optimizer, interpret=True)
+            optimizer.zero_grad()
+        step_each(*(() if by_kernels else (optimizer,)), reference)
     see_state(distance, model, plain)
     whole = autoshard.state_dict(optimizer)
     for kept, expected in zip(whole.get("state", {}).values(), reference.state_dict()["state"].values()):
@@ -141,6 +183,14 @@ def trained(zero: int, begun: bool) -> Distance:
 @pytest.mark.parametrize(("zero", "begun"), [(3, True), in_full(3, False), in_full(0, False), in_full(1, False)])
 def test_rows_step_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
     for distance in two.run(trained, zero, begun):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@pytest.mark.full
+@pytest.mark.parametrize(("zero", "begun"), [(3, True), (0, False), (2, False)])
+def test_kernels_step_rows_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
+    for distance in two.run(trained, zero, begun, True):
         assert distance.worst <= TOLERANCE, distance
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from autoshard.kernels import rule
+from autoshard.kernels import adafactor, rule
 from autoshard.kernels.multi_tensor import BLOCK, CHUNK, Kernel
 from autoshard.kernels.rule import Rule
 from autoshard.kernels.source import load
@@ -216,6 +216,29 @@ def test_kernels_compile_for_gpus_and_stay_in_registers(
     assert "cubin" in made.asm
     assert spilled(made, tmp_path) == 0
     assert re.search(r"ld\.global\.v[24]", made.asm["ptx"])  # 16 bytes at once
+
+
+@pytest.mark.parametrize("name", ["look", "total", "squares", "advance", "update"])
+@pytest.mark.parametrize("capability", [80, in_full(90)])
+@pytest.mark.parametrize("dtype", [torch.float32, in_full(torch.bfloat16), in_full(torch.float64)])
+@pytest.mark.parametrize("factored", [True, in_full(False)])
+def test_adafactors_kernels_compile_for_gpus_and_stay_in_registers(
+    name: str, capability: int, dtype: torch.dtype, factored: bool, tmp_path: Path
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = load(name, adafactor.text_of((dtype, torch.float32, dtype)))
+    kinds = {"table": "*i64", "places": "*i64", "scale": "*fp32", "parts": "*fp64" if dtype is torch.float64 else "*fp32"}
+    flags = {"FACTORED": factored, "ALIGNED": True, "SCALED": True, "ROWS": adafactor.ROWS, "COLUMNS": adafactor.COLUMNS, "WRITE": False, "OWN": True}
+    constants = {flag: value for flag, value in flags.items() if flag in function.arg_names}
+    signature = {arg: "constexpr" if arg in constants else kinds.get(arg, "*fp64") for arg in function.arg_names}
+    for write in (False, True) if name == "update" else (False,):
+        chosen = {**constants, "WRITE": write} if name == "update" else constants
+        source, target = ASTSource(function, signature, constexprs=chosen), GPUTarget("cuda", capability, 32)
+        made = triton.compile(source, target=target, options={"num_warps": adafactor.WARPS})
+        assert spilled(made, tmp_path) == 0
+        assert name not in ("look", "update") or re.search(r"ld\.global\.v[24]", made.asm["ptx"])  # 16 bytes at once
 
 
 def test_the_source_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

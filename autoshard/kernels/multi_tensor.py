@@ -23,7 +23,7 @@ from autoshard.kernels.rule import Formulas, Rule
 
 CHUNK = 1 << 14  # numbers that one program goes through
 BLOCK = 1 << 10  # numbers that it has in registers at a time
-_ALIGNED = 16  # bytes of an address, and numbers of a length
+ALIGNED = 16  # bytes of an address, and numbers of a length
 TYPES = {
     torch.float32: "tl.float32",
     torch.bfloat16: "tl.bfloat16",
@@ -87,8 +87,8 @@ class Kernel:
         for i, (name, dtype) in enumerate(zip(self.columns, types), 1):
             yield f"{name}_at = tl.load(row + {i}).to(tl.pointer_type({TYPES[dtype]}))"
         yield "if ALIGNED:"
-        yield f"    count = tl.multiple_of(count, {_ALIGNED})"
-        yield from (f"    {name}_at = tl.multiple_of({name}_at, {_ALIGNED})" for name in self.columns)
+        yield f"    count = tl.multiple_of(count, {ALIGNED})"
+        yield from (f"    {name}_at = tl.multiple_of({name}_at, {ALIGNED})" for name in self.columns)
 
     def _scalars(self) -> Iterator[str]:
         """In float64, as torch computes them, since 1 - 0.999 has lost half its digits in float32."""
@@ -163,13 +163,13 @@ def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, inte
     device = tensors.columns["param"][0].device
     run = source.load(kernel.rule.name, kernel.source(), interpret)
     numbers = torch.tensor([settings[name] for name in kernel.rule.settings], dtype=torch.float64)
-    numbers = _sent(numbers, device)
+    numbers = sent(numbers, device)
     rows = [_row(column) for column in zip(*(tensors.columns[name] for name in kernel.columns))]
-    table = _sent(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(kernel.columns) + 1), device)
+    table = sent(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(kernel.columns) + 1), device)
     for aligned in (True, False):
         chunks = [(i, j) for i, row in enumerate(rows) if _is_aligned(row) == aligned for j in range(-(-row[0] // CHUNK))]
         if chunks:
-            places = _sent(torch.tensor(chunks, dtype=torch.int64), device)
+            places = sent(torch.tensor(chunks, dtype=torch.int64), device)
             given = (numbers, tensors.steps, tensors.scale, tensors.infinite, table, places)
             run[(len(chunks),)](*given, CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=aligned)
 
@@ -179,9 +179,9 @@ def _row(column: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def _is_aligned(row: tuple[int, ...]) -> bool:
-    return all(number % _ALIGNED == 0 for number in row)
+    return all(number % ALIGNED == 0 for number in row)
 
 
-def _sent(table: Tensor, device: torch.device) -> Tensor:
-    """To a GPU without waiting for it."""
+def sent(table: Tensor, device: torch.device) -> Tensor:
+    """The same on the device. To a GPU without waiting for it."""
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

@@ -4,15 +4,18 @@
 one process, so their means are; a column's mean, what all rows' means come to, and the norms of a parameter and of its update
 are sums over processes. So a step has two collectives for all parameters that lie alike, whatever their number: one of
 column sums, row sums and the parameters' norms, then one of the updates' norms. Updates are computed again after that:
-keeping them would take as much memory as the parameters.
+keeping them would take as much memory as the parameters. On a GPU these passes are Triton kernels over all parameters
+(`kernels.adafactor`); on a CPU torch's operations, one parameter after the other.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from autoshard.kernels import multi_tensor
+from autoshard.kernels.adafactor import Matrix, Numbers, Passes
 from autoshard.runtime.dtensors import dtensor_of, local, over_processes
 
 
@@ -80,7 +85,7 @@ class Factors:
 
     def update(self, sums: Tensor) -> Tensor:
         """The rows' update, not clipped yet."""
-        eps = self._eps
+        eps = self.numbers.eps
         if self.factored:
             rows, columns = (local(self.state[key]).to(self.precise) for key in ("row_var", "col_var"))
             over = (sums[-1:] / self.parameter.shape[-2]).to(self.precise) if self.across else rows.mean(-2, keepdim=True)
@@ -91,32 +96,81 @@ class Factors:
 
     def write(self, sums: Tensor, square: Tensor) -> None:
         """Steps the parameter. square: [1], of the norm of the whole update."""
-        lr, count = float(self.options["lr"]), math.sqrt(self.parameter.numel())
-        rows = local(self.parameter)
-        rate = self.state["step"].double().rsqrt().clamp(max=lr).to(rows.device)
-        size = (sums[0].sqrt() / count).clamp(min=self.options["eps"][1]) * rate
-        size = size / (square[0].sqrt() / (count * self.options["d"])).clamp(min=1.0)
+        numbers, rows = self.numbers, local(self.parameter)
+        size = (sums[0].sqrt() / numbers.root).clamp(min=numbers.least) * numbers.rate
+        size = size / (square[0].sqrt() / (numbers.root * numbers.d)).clamp(min=1.0)
         step = self.update(sums).mul_(-size.to(self.precise))
-        rows.copy_(step.add_(self.rows(), alpha=1 - lr * self.options["weight_decay"]))
+        rows.copy_(step.add_(self.rows(), alpha=numbers.keep))
 
-    @property
-    def _eps(self) -> float:
-        """By each parameter's own dtype; torch takes the first one's of a group for all."""
-        eps = self.options["eps"][0]
-        return float(torch.finfo(self.parameter.dtype).eps if eps is None else eps)
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """What this step is taken with. eps goes by each parameter's own dtype; torch takes the first one's of a group for all."""
+        lr, (eps, least), step = float(self.options["lr"]), self.options["eps"], float(self.state["step"])
+        return Numbers(
+            weight=step ** self.options["beta2_decay"],
+            eps=float(torch.finfo(self.parameter.dtype).eps if eps is None else eps),
+            least=float(least),
+            rate=min(lr, 1 / math.sqrt(step)),
+            keep=1 - lr * self.options["weight_decay"],
+            d=float(self.options["d"]),
+            sign=-1.0 if self.options["maximize"] else 1.0,
+            whole=float(self.parameter.shape[-2]) if self.factored else 1.0,
+            root=math.sqrt(self.parameter.numel()),
+        )
+
+    def matrix(self) -> Matrix:
+        """For the kernels."""
+        kept = "row_var" if self.factored else "variance"
+        columns = local(self.state["col_var"]) if self.factored else None
+        grad = local(self.parameter.grad).contiguous()
+        return Matrix(local(self.parameter), grad, local(self.state[kept]), columns, self.across, self.numbers)
 
     def _next(self, key: str, seen: Tensor) -> Tensor:
         before = local(self.state[key]).to(self.precise)
-        weight = (self.state["step"].double() ** self.options["beta2_decay"]).to(seen.device, self.precise)
-        return before + weight * (seen - before)  # type: ignore[no-any-return]
+        return before + self.numbers.weight * (seen - before)  # type: ignore[no-any-return]
 
     def _put(self, key: str, value: Tensor) -> None:
         local(self.state[key]).copy_(value)
 
 
+class _OneByOne:
+    """What `kernels.adafactor.Passes` does, by torch's operations."""
+
+    def __init__(self, entries: Sequence[Factors]) -> None:
+        self._entries, self._sums = entries, list[Tensor]()
+
+    def sums(self) -> list[Tensor]:
+        return [entry.sums() for entry in self._entries]
+
+    def advance(self, sums: Sequence[Tensor]) -> None:
+        self._sums = list(sums)
+        for entry, found in zip(self._entries, sums):
+            entry.advance(found)
+
+    def squares(self) -> list[Tensor]:
+        return [_square(entry.update(found)) for entry, found in zip(self._entries, self._sums)]
+
+    def write(self, squares: Sequence[Tensor]) -> None:
+        for entry, found, square in zip(self._entries, self._sums, squares):
+            entry.write(found, square)
+
+
+def _passes(entries: Sequence[Factors], scale: Tensor | None, interpret: bool) -> _OneByOne | Passes:
+    """Kernels where all lie as these need it, on one GPU."""
+    tensors = [local(t) for e in entries for t in (e.parameter, *(v for key, v in e.state.items() if key != "step"))]
+    fit = all(t.is_contiguous() and t.dtype in multi_tensor.TYPES for t in tensors)
+    on_gpu = {t.device.type for t in tensors} == {"cuda"} and find_spec("triton") is not None
+    if not entries or not fit or not (on_gpu or interpret) or len({t.device for t in tensors}) > 1:
+        return _OneByOne(entries)
+    return Passes([entry.matrix() for entry in entries], scale, interpret)
+
+
 @torch.no_grad()
-def take(optimizer: Optimizer, scale: Tensor | None = None) -> None:
-    """One step of all parameters that have a gradient. scale: what gradients are divided by. Every process must come to it."""
+def take(optimizer: Optimizer, scale: Tensor | None = None, interpret: bool = False) -> None:
+    """One step of all parameters that have a gradient. Every process must come to it.
+
+    scale: what gradients are divided by. interpret: as on a GPU, on the CPU by Triton's interpreter; for tests.
+    """
     entries = [
         Factors(p, group, _state_of(optimizer, p), scale)
         for group in optimizer.param_groups
@@ -125,12 +179,9 @@ def take(optimizer: Optimizer, scale: Tensor | None = None) -> None:
     ]
     for entry in entries:
         entry.state["step"] += 1
-    sums = _over_processes(entries, Factors.sums)
-    for entry in entries:
-        entry.advance(sums[entry])
-    squares = _over_processes(entries, lambda e: _square(e.update(sums[e])))
-    for entry in entries:
-        entry.write(sums[entry], squares[entry])
+    passes = _passes(entries, scale, interpret)
+    passes.advance(_over_processes(entries, passes.sums()))
+    passes.write(_over_processes(entries, passes.squares()))
     torch.autograd.graph.increment_version([e.parameter for e in entries])
 
 
@@ -154,17 +205,17 @@ def unfit(parameter: Tensor) -> str:
     return "" if ours == its else f"a parameter of shape {tuple(parameter.shape)} that lies as {ours} and its gradient as {its}"
 
 
-def _over_processes(entries: Sequence[Factors], part: Callable[[Factors], Tensor]) -> dict[Factors, Tensor]:
+def _over_processes(entries: Sequence[Factors], parts: Sequence[Tensor]) -> list[Tensor]:
     """Each entry's part, summed over those processes that have rows of it; a collective for all that lie alike."""
-    alike: dict[Any, list[Factors]] = defaultdict(list)
-    for entry in entries:
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, entry in enumerate(entries):
         p = entry.parameter
-        alike[(p.device, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None)].append(entry)
-    found: dict[Factors, Tensor] = {}
+        alike[(p.device, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None)].append(i)
+    found = list(parts)
     for together in alike.values():
-        parts = [part(entry) for entry in together]
-        total = over_processes(torch.cat(parts), together[0].parameter)
-        found.update(zip(together, total.split([p.numel() for p in parts])))
+        total = over_processes(torch.cat([parts[i] for i in together]), entries[together[0]].parameter)
+        for i, whole in zip(together, total.split([parts[i].numel() for i in together])):
+            found[i] = whole
     return found
 
 
