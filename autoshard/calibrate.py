@@ -1,7 +1,8 @@
 """Measures the machine that it runs on: `autoshard calibrate`, alone or, for collectives, under torchrun.
 
-Each figure is the median of repeated runs over buffers that together are larger than the caches, as a step's are. All rows are
-measured several times, one after the other, and the fastest counts: a machine that others use too is slow for seconds at a
+Each figure is the median of repeated runs over buffers that together are larger than the caches, as a step's are. Results are
+kept for a while: one that took the place of the one before would be written into the caches, which a step's are not, and an
+addition would take two thirds of its time. All rows are measured several times, one after the other, and the fastest counts: a machine that others use too is slow for seconds at a
 time, and rows that were measured then would not go with the rest.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -177,7 +179,7 @@ def _kernels(device: torch.device) -> Iterable[Row]:
             yield Row(f"convolution.{name}", 2 * 4 * 16 * 16 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
     for n in (2**8, 2**12, 2**15, 2**18, 2**20, 2**22):
         wide = [(max(n // 256, 1), 256)]
-        yield Row("pointwise", 12 * n, _turns(torch.add, wide * 2, torch.float32, device))
+        yield Row("pointwise", 12 * n, _chain(torch.ops.aten.add.Tensor, wide[0], device))
         yield Row("hard", n, _turns(F.gelu, wide, torch.float32, device))
         yield Row("reduction", 4 * n, _turns(lambda x: x.mean(-1), wide, torch.float32, device))
         yield Row("random", 9 * n, _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
@@ -203,9 +205,9 @@ def _attention(batch: int, length: int, dtype: torch.dtype, name: str, device: t
     return Row(f"attention.{name}", flops, _training(attend, [shape] * 3, dtype, device), 2)
 
 
-def _three_matmuls(a: Tensor, b: Tensor) -> None:
+def _three_matmuls(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """As a linear layer's forward and its two gradients lie in memory."""
-    a @ b.t(), a @ b, a.t() @ b
+    return a @ b.t(), a @ b, a.t() @ b
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
@@ -218,11 +220,29 @@ def _turns(
     """Runs of `function` on buffers of these shapes, taken in turn."""
 
     def make() -> Iterator[Run]:
-        total = sum(torch.Size(s).numel() * dtype.itemsize for s in shapes)
-        count = max(1, min(256, POOL // total))
+        count = _count(shapes, dtype)
         sets = [[torch.full(s, 0.5, dtype=dtype, device=device) for s in shapes] for _ in range(count)]
+        kept: deque[object] = deque(maxlen=count)
         for buffers in itertools.cycle(sets):
-            yield lambda buffers=buffers: function(*buffers)  # type: ignore[misc]
+            yield lambda buffers=buffers: kept.append(function(*buffers))  # type: ignore[misc]
+
+    return make
+
+
+def _count(shapes: Shapes, dtype: torch.dtype) -> int:
+    """How many sets of buffers of these shapes fill the pool."""
+    return max(1, min(256, POOL // sum(torch.Size(s).numel() * dtype.itemsize for s in shapes)))
+
+
+def _chain(function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], device: torch.device) -> Callable[[], Iterator[Run]]:
+    """Runs of `function` on what the run before gave and a buffer, as operations of a step follow each other."""
+
+    def make() -> Iterator[Run]:
+        count = _count([shape] * 2, torch.float32)
+        sets = [torch.full(shape, 0.5, device=device) for _ in range(count)]
+        kept = deque([sets[0]], maxlen=count)
+        for buffer in itertools.cycle(sets):
+            yield lambda buffer=buffer: kept.append(function(kept[-1], buffer))  # type: ignore[misc]
 
     return make
 

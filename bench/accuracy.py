@@ -4,8 +4,9 @@
 
 Each configuration is measured in fresh processes of one thread. Predictions are made beforehand, from the model on the
 meta device and from `autoshard calibrate` of as many processes, over the same links. On four processes only memory is
-compared: four on two cores measure little. Machines like this one are faster and slower by turns, so a probe, one row of what
-`calibrate` measured, is repeated between the steps, and the error without what it says of the machine stands beside the error.
+compared: four on two cores measure little. Machines like this one are faster and slower by turns, so each model has a calibration
+just before it, and two probes, rows of what `calibrate` measured, are repeated between the steps: the error without what they say
+of the machine stands beside the error.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ import zoo  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
-from autoshard.cost_model.kernels import look_up  # noqa: E402
+from autoshard.cost_model.kernels import BY_FLOPS, look_up  # noqa: E402
 from autoshard.cost_model.liveness import CATEGORIES  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.cost_model.program import Program  # noqa: E402
+from autoshard.cost_model.step_time import StepTime  # noqa: E402
+from autoshard.cost_model.work import work_of  # noqa: E402
 from autoshard.passes.choose_zero import make_plan  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
 from autoshard.planning import circumstances, forecaster  # noqa: E402
 
-PROBE = 512  # width of the matmuls that say how fast the machine is, a row of calibrate's table
+# Rows of calibrate's tables that say how fast the machine is: the width of a matmul, the numbers of a sum of two tensors.
+PROBE, PROBE_MEMORY = 512, 1 << 20
 STATE = ("parameters", "optimizer", "buffers", "inputs")
 KEPT = ("parameters", "optimizer", "gradients")  # what can be measured by itself
 TIMED_ON = (1, 2)
@@ -81,7 +86,7 @@ class Case:
 @dataclass(frozen=True)
 class Compared:
     """Predicted and measured: bytes held between steps, bytes at the peak, bytes of parameters, optimizer state and gradients when
-    the optimizer steps, seconds of a step and of the probe."""
+    the optimizer steps, seconds of a step and of the probes; and the share of a step's kernels that are counted by FLOPs."""
 
     case: Case
     predicted: dict[str, float]
@@ -95,8 +100,9 @@ class Compared:
 
     @property
     def slower(self) -> float:
-        """How many times as long as when it was calibrated the machine took just then."""
-        return self.measured["probe"] / self.predicted["probe"]
+        """How many times as long as when it was calibrated the machine took just then for what the step is made of."""
+        matmuls, memory = (self.measured[name] / self.predicted[name] for name in ("probe", "memory probe"))
+        return self.predicted["share"] * matmuls + (1 - self.predicted["share"]) * memory
 
     def error(self, what: str) -> float:
         """By how much of itself the measured value is off the predicted one; of the step, on a machine as it was calibrated."""
@@ -137,12 +143,21 @@ def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float
     where = circumstances(case.config(), cluster)
     plan = make_plan(forecast.captured.inventory, case.config(), where, forecast, forecast.fit)
     memory = plan.predicted.memory
-    _, curve, *_ = forecast.simulated(plan)
+    program, curve, took, _ = forecast.simulated(plan)
     at_the_step = dict(zip(CATEGORIES, curve.at()[-1]))
-    probe = float(look_up(cluster.device.tables["matmul.fp32"], 2 * PROBE**3))
-    found = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes, "probe": probe}
+    found = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes, "share": share(program, took)}
+    found |= {"probe": float(look_up(cluster.device.tables["matmul.fp32"], 2 * PROBE**3))}
+    found |= {"memory probe": float(look_up(cluster.device.tables["pointwise"], 12 * PROBE_MEMORY))}
     found |= {category: int(at_the_step[category]) for category in KEPT}  # type: ignore[index]
     return {**found, "step": plan.predicted.step_seconds or 0.0}, memory, plan
+
+
+def share(program: Program, took: StepTime) -> float:
+    """Of the seconds of a step's kernels, the part of those that are counted by FLOPs."""
+    spans = [s for s in took.timeline.spans if s.stream == "compute"]
+    kinds = [work_of(program.operations[s.operation]).kind for s in spans]
+    matmuls = sum(s.end - s.start for s, kind in zip(spans, kinds) if kind in BY_FLOPS)
+    return matmuls / (sum(s.end - s.start for s in spans) + took.optimizer)
 
 
 def measure(case: Case, plan: Plan, scratch: Path) -> dict[str, float]:
@@ -198,9 +213,9 @@ def markdown(compared: Sequence[Compared], machine: str) -> str:
         f"{machine}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between",
         "steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *peak* the most that exists at once",
         "in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
-        "`autoshard calibrate`, run once at the start; nothing of the model was run for them. *Machine*: how many times as long as in",
-        "that calibration a matmul took between the steps that were timed; the last column is the error without it, which is too much",
-        "where a step is not matmuls (convolutions).\n",
+        "`autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times",
+        "as long as in that calibration a matmul and a sum of two tensors took between the steps that were timed, each by its share of the",
+        "step; the last column is the error without it.\n",
         "| configuration | held MB | measured | grads MB | measured | peak MB | measured | error | step ms | measured | error | machine | without |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -245,8 +260,12 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
     compared = []
     try:
-        clusters = calibrated(scratch, dict.fromkeys(c.links for c in wanted))
-        for case in wanted:
+        clusters = dict[Links, Cluster]()
+        wanted.sort(key=lambda c: (list(zoo.MODELS).index(c.model), c.mbit))
+        for case, before in zip(wanted, [None, *wanted]):
+            if before is None or (case.model, case.mbit) != (before.model, before.mbit):
+                alike = (c.links for c in wanted if (c.model, c.mbit) == (case.model, case.mbit))
+                clusters |= calibrated(scratch, dict.fromkeys(alike))
             predicted, categories, plan = predict(case, clusters)
             compared.append(Compared(case, predicted, measure(case, plan, scratch), categories))
             found = compared[-1]

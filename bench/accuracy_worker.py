@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contenders  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
-from accuracy import PROBE, Case  # noqa: E402
+from accuracy import PROBE, PROBE_MEMORY, Case  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
@@ -57,16 +58,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def probe() -> Iterator[float]:
-    """Seconds of a matmul, over buffers larger than the caches, as `autoshard calibrate` takes them: says how fast the machine
-    is at that moment."""
+def probes() -> Iterator[tuple[float, float]]:
+    """Seconds of a matmul, and of a sum of two tensors, over buffers larger than the caches, as `autoshard calibrate` takes them: say
+    how fast the machine is at that moment."""
     pool = [(torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)) for _ in range(32)]
+    terms = [torch.randn(PROBE_MEMORY) for _ in range(8)]
+    kept = collections.deque([terms[0]], maxlen=8)
     for (a, b), (c, d) in itertools.cycle(zip(pool, pool[1:] + pool[:1])):
         dist.barrier()
         c @ d  # a processor that slept while it waited takes a while to be as fast again
         start = time.perf_counter()
         a @ b.t(), a @ b, a.t() @ b
-        yield (time.perf_counter() - start) / 3
+        between = time.perf_counter()
+        for term in terms:
+            kept.append(kept[-1] + term)
+        yield (between - start) / 3, (time.perf_counter() - between) / len(terms)
 
 
 def main() -> None:
@@ -83,10 +89,10 @@ def main() -> None:
     kept = kept_bytes(made, lambda: made.step(batch))
     held = worker.held_bytes(made)
     peak = held + worker.step_growth(made, batch)
-    taken = list(zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probe()))
+    taken = [(seconds, *probed) for seconds, probed in zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probes())]
     if dist.get_rank() == 0:
-        step, probed = (statistics.median(seconds) for seconds in zip(*taken))
-        found = {"held": held, "peak": peak, "step": step, "probe": probed, **kept}
+        seconds = dict(zip(("step", "probe", "memory probe"), map(statistics.median, zip(*taken))))
+        found = {"held": held, "peak": peak, **seconds, **kept}
         Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)

@@ -19,7 +19,7 @@ from autoshard.cost_model.work import Kind, Work
 # Of the peak in a data sheet, what large matmuls reach on GPUs (cuBLAS on H100 and A100: 0.6 to 0.8), and what streaming
 # kernels reach of the memory's bandwidth.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.85
-_BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
+BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
 _LIKE: dict[Kind, Kind] = {"other": "pointwise"}
 Amount: TypeAlias = "float | NDArray[np.float64]"
 
@@ -27,7 +27,7 @@ Amount: TypeAlias = "float | NDArray[np.float64]"
 def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     """Seconds of one kernel whose sizes are numbers, or of as many as their arrays have. fused: generated code, which no
     dispatcher comes before."""
-    size: Any = work.flops if work.kind in _BY_FLOPS else work.read + work.written
+    size: Any = work.flops if work.kind in BY_FLOPS else work.read + work.written
     table = _table(work, device)
     if table is None:
         return device.launch + _roofline(work, device)
@@ -49,7 +49,7 @@ def _one_by_one(work: Work, device: Device) -> Amount:
 
 def _table(work: Work, device: Device) -> Table | None:
     kind = _LIKE.get(work.kind, work.kind)
-    return device.tables.get(f"{kind}.{work.dtype}") or device.tables.get(f"{kind}.fp32" if kind in _BY_FLOPS else kind)
+    return device.tables.get(f"{kind}.{work.dtype}") or device.tables.get(f"{kind}.fp32" if kind in BY_FLOPS else kind)
 
 
 def _roofline(work: Work, device: Device) -> Amount:

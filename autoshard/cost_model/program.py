@@ -184,8 +184,8 @@ class Writer:
                 copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
                 self._in_flight[value] = (copied,) if self._code is None else (*reads, copied)
             elif name == GATHER and not self.scatters:
-                both = bytes_of(source.meta["val"]) + bytes_of(node.meta["val"])
-                copied = self.program.add(both, "communication", at, at, node.name)
+                self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)  # a copy while it is issued
+                copied = self.program.add(bytes_of(node.meta["val"]), "communication", at, at, node.name)
                 self.program.pieces[copied].flight = True
                 self._in_flight[value] = (*reads, copied)
 

@@ -27,7 +27,7 @@ LinkOf = Callable[[Operation], Link]
 
 @dataclass(frozen=True)
 class Span:
-    """One operation on its stream, in seconds from the start of the step."""
+    """One operation on its stream ("compute", "link", or "wait" for one), in seconds from the start of the step."""
 
     operation: int
     stream: str
@@ -47,13 +47,15 @@ class Timeline:
 
 
 def land(program: Program, line: Timeline) -> None:
-    """Lets what only the transport holds go when its collective is through, not when that is waited for."""
-    ends = {span.operation: span.end for span in line.spans if span.stream == "link"}
-    computing = [span for span in line.spans if span.stream == "compute"]
+    """Lets what only the transport holds exist while its collective is carried out: not yet while that stands in line, and not
+    until it is waited for."""
+    flights = {span.operation: span for span in line.spans if span.stream == "link"}
+    process = [span for span in line.spans if span.stream != "link"]
     for piece in program.pieces:
-        if piece.flight and piece.made in ends:
-            beside = [s.operation for s in computing if s.operation > piece.made and s.start < ends[piece.made]]
-            piece.last = min(piece.last, max(beside, default=piece.made))
+        if piece.flight and (flight := flights.get(piece.made)):
+            later = (s for s in process if s.operation > piece.made)
+            beside = [s.operation for s in later if s.start < flight.end and s.end > flight.start] or [piece.made]
+            piece.made, piece.last = beside[0], min(piece.last, beside[-1])
 
 
 MOST = 0.9  # of a second; what was measured where nothing else was left would never end
@@ -102,7 +104,7 @@ def simulate(
     walk = _Walk(sharing)
     for i, operation in enumerate(program.operations):
         if operation.name == WAIT:
-            walk.wait(operation.reads)
+            walk.wait(i, operation.reads)
         elif operation.name.startswith("_c10d_functional"):
             walk.issue(i, operation.makes, collective(operation), link_of(operation))
         else:
@@ -126,10 +128,12 @@ class _Walk:
     issued: dict[int, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
-    def wait(self, pieces: Iterable[int]) -> None:
+    def wait(self, at: int, pieces: Iterable[int]) -> None:
         end = max((self.flights[self.issued.pop(p)].end for p in pieces if p in self.issued), default=0.0)
-        self.exposed += max(end - self.now, 0.0)
-        self.now = max(self.now, end)
+        if end > self.now:
+            self.exposed += end - self.now
+            self.spans.append(Span(at, "wait", self.now, end))
+            self.now = end
 
     def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link) -> None:
         start = max(self.links.get(link, 0.0), self.now)
