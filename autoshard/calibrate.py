@@ -1,9 +1,9 @@
 """Measures the machine that it runs on: `autoshard calibrate`, alone or, for collectives, under torchrun.
 
 Each figure is the median of repeated runs over buffers that together are larger than the caches, as a step's are. Results are
-kept for a while: one that took the place of the one before would be written into the caches, which a step's are not, and an
-addition would take two thirds of its time. All rows are measured several times, one after the other, and the fastest counts: a machine that others use too is slow for seconds at a
-time, and rows that were measured then would not go with the rest.
+kept for a while: one that took the place of the one before would be written into the caches, and a step's are not. All rows are
+measured several times, one after the other, and the median counts: a machine that others use too is slow for seconds at a time, and
+rows that were measured then would not go with the rest.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     where = Group(world.size, -(-world.size // int(_together(min(processes.on_this_node(), world.size)))))
     rows = [*_kernels(device), *serial, *(_collectives(device, where, group) if group else ())]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
-    tables: dict[str, dict[float, float]] = {}
+    tables: dict[str, dict[float, list[float]]] = {}
     for row in shown:
-        table, seconds = tables.setdefault(row.table, {}), _median(row, device)
-        table[row.size] = min(seconds, table.get(row.size, seconds))
-    made = _device(device, {name: _rising(points.items()) for name, points in tables.items()})
+        tables.setdefault(row.table, {}).setdefault(row.size, []).append(_median(row, device))
+    middle = {name: {size: statistics.median(found) for size, found in rows.items()} for name, rows in tables.items()}
+    made = _device(device, {name: _rising(points.items()) for name, points in middle.items()})
     if group:
         made = replace(measured(made, where), **asdict(_sharing(device, group)))
     return Cluster(where.nodes, where.per_node, made)

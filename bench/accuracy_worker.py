@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import json
 import os
@@ -63,15 +62,15 @@ def probes() -> Iterator[tuple[float, float]]:
     how fast the machine is at that moment."""
     pool = [(torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)) for _ in range(32)]
     terms = [torch.randn(PROBE_MEMORY) for _ in range(8)]
-    kept = collections.deque([terms[0]], maxlen=8)
+    sums = [torch.zeros(PROBE_MEMORY) for _ in terms]
     for (a, b), (c, d) in itertools.cycle(zip(pool, pool[1:] + pool[:1])):
         dist.barrier()
         c @ d  # a processor that slept while it waited takes a while to be as fast again
         start = time.perf_counter()
         a @ b.t(), a @ b, a.t() @ b
         between = time.perf_counter()
-        for term in terms:
-            kept.append(kept[-1] + term)
+        for i, term in enumerate(terms):
+            torch.add(sums[i - 1], term, out=sums[i])
         yield (between - start) / 3, (time.perf_counter() - between) / len(terms)
 
 
