@@ -222,7 +222,7 @@ def _turns(
     def make() -> Iterator[Run]:
         count = _count(shapes, dtype)
         sets = [[torch.full(s, 0.5, dtype=dtype, device=device) for s in shapes] for _ in range(count)]
-        kept: deque[object] = deque(maxlen=count)
+        kept: deque[object] = deque((function(*buffers) for buffers in sets), maxlen=count)
         for buffers in itertools.cycle(sets):
             yield lambda buffers=buffers: kept.append(function(*buffers))  # type: ignore[misc]
 
@@ -240,7 +240,7 @@ def _chain(function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...],
     def make() -> Iterator[Run]:
         count = _count([shape] * 2, torch.float32)
         sets = [torch.full(shape, 0.5, device=device) for _ in range(count)]
-        kept = deque([sets[0]], maxlen=count)
+        kept = deque((function(buffer, buffer) for buffer in sets), maxlen=count)
         for buffer in itertools.cycle(sets):
             yield lambda buffer=buffer: kept.append(function(kept[-1], buffer))  # type: ignore[misc]
 

@@ -214,8 +214,8 @@ class Adafactor(optim.Adafactor):
     """torch.optim.Adafactor where parameters may be rows: of a matrix it keeps means over rows and columns, which take next to
     no memory (of a convolution's kernel, over its last two dimensions). Source: arXiv 1804.04235.
 
-    Two collectives a step; every process must take it. max_norm, norm: as AdamW's here. On a GPU a few launches of Triton kernels;
-    on a CPU torch's operations.
+    Two collectives a step; every process must take it. max_norm, norm: as AdamW's here. On a GPU a few launches of Triton kernels,
+    but for stacks of tiny matrices; on a CPU torch's operations.
     """
 
     steps_rows = "on rows, with two collectives"

@@ -150,12 +150,18 @@ def guard_parameters() -> None:
     if mended or not torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags:
         return
     torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+    _guarding.append(True)
     if _skip_guards_again not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(_skip_guards_again)
 
 
+_guarding: list[bool] = []  # not empty while it was us who changed it
+
+
 def _skip_guards_again(_: Any) -> None:
-    torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
+    if _guarding:
+        _guarding.clear()
+        torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
 
 
 def behind_a_break() -> bool:

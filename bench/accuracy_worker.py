@@ -1,4 +1,4 @@
-"""One process of a configuration of the accuracy bench: python accuracy_worker.py CASE-AS-JSON OUT."""
+"""One process of a configuration of the accuracy bench: python accuracy_worker.py CASE-AS-JSON PLAN OUT."""
 
 from __future__ import annotations
 

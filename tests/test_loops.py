@@ -118,7 +118,7 @@ def frozen_for_a_while(models: Models, optimizers: Optimizers, x: Tensor, scale:
         finish(models[0], optimizers[0])
 
 
-def thawed_one_by_one(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+def thawed_later(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
     steps = getattr(optimizers[0], "seen", 0)
     for name, parameter in models[0].named_parameters():
         parameter.requires_grad_("down" in name or steps > 1)
@@ -130,7 +130,7 @@ def thawed_one_by_one(models: Models, optimizers: Optimizers, x: Tensor, scale: 
 
 LOOPS: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (clip_values, zero_between, siamese, summed, teacher, adversarial, frozen_for_a_while, thawed_one_by_one)
+    for f in (clip_values, zero_between, siamese, summed, teacher, adversarial, frozen_for_a_while, thawed_later)
 }
 
 

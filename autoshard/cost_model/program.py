@@ -45,7 +45,7 @@ class Piece:
     bytes: what an allocator is asked for. made, last: the first and the last operation at which it exists; made is -1 for
     what exists before the step, and last the program's length for what is left after it. maker: the operation's name.
     seen: the user's code may hold it too, so that nothing can take its place. flight: the transport has it while it
-    carries out the collective that made it, and no longer; `last` is then the wait, until a timeline says better.
+    carries out the collective that made it, and no longer; `made` and `last` are its issue and its wait, until a timeline says better.
     """
 
     bytes: Size

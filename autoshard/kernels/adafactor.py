@@ -106,6 +106,11 @@ class Matrix:
         return length % ALIGNED == 0 and all(t.data_ptr() % ALIGNED == 0 for t in tensors)
 
     @property
+    def strips(self) -> int:
+        """Of one of its matrices, beside each other, where it is factored."""
+        return 0 if self.columns is None else -(-self.shape[2] // COLUMNS)
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """What a launch has in common."""
         return self.columns is not None, self.aligned, self.param.dtype, self.grad.dtype, self.state.dtype
@@ -138,10 +143,10 @@ class Passes:
         self._shared = _begins([1 + m.means if m.across else 1 for m in matrices])
         self._alone = _begins([0 if m.across else m.means for m in matrices])
         precise = torch.float64 if any(torch.float64 in m.kind for m in matrices) else torch.float32
-        self._parts = self._zeros(self._parts_at[-1], precise)
-        self._found = self._zeros(self._shared[-1] + self._alone[-1], torch.float64)
-        self._squares = self._zeros(len(matrices), torch.float64)
-        self._pieces = self._zeros(2 * self._tiles[-1], torch.float64)
+        self._parts = torch.empty(self._parts_at[-1], dtype=precise, device=self._device)
+        self._found = torch.zeros(self._shared[-1] + self._alone[-1], dtype=torch.float64, device=self._device)
+        self._squares = torch.empty(len(matrices), dtype=torch.float64, device=self._device)
+        self._pieces = torch.empty(2 * self._tiles[-1], dtype=torch.float64, device=self._device)
         kinds = dict.fromkeys(m.kind for m in matrices)
         self._launches = [self._launch([i for i, m in enumerate(matrices) if m.kind == kind]) for kind in kinds]
 
@@ -173,22 +178,15 @@ class Passes:
         for launch in self._launches:
             self._run("update", launch, launch.tiles, self._found, squares_of_all, self._pieces, WRITE=True)
 
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=self._device)
-
     def _launch(self, members: Sequence[int]) -> _Launch:
         matrices = [self._matrices[i] for i in members]
         factored, aligned, *types = matrices[0].kind
         flags = {"FACTORED": factored, "ALIGNED": aligned, "SCALED": self._scale is not None}
-        tiles, strips = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
-        for k, matrix in enumerate(matrices):
-            stack, _, width = matrix.shape
-            tiles += [(k, batch, i) for batch in range(stack) for i in range(matrix.tiles)]
-            strips += [(k, batch, j) for batch in range(stack) for j in range(-(-width // COLUMNS))] if factored else []
         table = self._sent([self._row(i) for i in members], torch.int64)
         numbers = self._sent([tuple(vars(m.numbers).values()) for m in matrices], torch.float64)
-        places = (self._sent(places, torch.int64) for places in (tiles, strips))
-        return _Launch(tuple(types), flags, len(members), table, numbers, *places)
+        stacks = [m.shape[0] for m in matrices]
+        tiles, strips = (sent(_places(stacks, each), self._device) for each in ([m.tiles for m in matrices], [m.strips for m in matrices]))
+        return _Launch(tuple(types), flags, len(members), table, numbers, tiles, strips)
 
     def _row(self, i: int) -> tuple[int, ...]:
         """By `FIELDS`."""
@@ -208,7 +206,8 @@ class Passes:
         if not count:
             return
         kernel = source.load(name, text_of(launch.types), self._interpret)
-        flags = {**launch.flags, "ROWS": ROWS, "COLUMNS": COLUMNS, **chosen}
+        given_to_all = {**launch.flags, "ROWS": ROWS, "COLUMNS": COLUMNS, **chosen}
+        flags = {flag: value for flag, value in given_to_all.items() if flag in kernel.arg_names}
         here = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with here:  # Triton asks for the current one
             kernel[(count,)](launch.table, launch.numbers, self._scale, places, *given, **flags, num_warps=WARPS)
@@ -217,6 +216,14 @@ class Passes:
 def _begins(counts: Sequence[int]) -> list[int]:
     """Where each begins, and where the last ends."""
     return list(accumulate(counts, initial=0))
+
+
+def _places(stacks: Sequence[int], each: Sequence[int]) -> Tensor:
+    """[programs, 3]: which matrix, which of its stack, and which part of that, where `stacks` have so many parts each."""
+    counts, parts = torch.tensor(stacks) * torch.tensor(each), torch.tensor(each)
+    matrix = torch.repeat_interleave(counts)
+    within = torch.arange(len(matrix)) - (counts.cumsum(0) - counts)[matrix]
+    return torch.stack([matrix, within // parts[matrix], within % parts[matrix]], 1)
 
 
 @functools.cache
@@ -286,29 +293,32 @@ def look(table, numbers, scale, places, parts, pieces,
 
 
 @triton.jit
-def total(table, numbers, scale, places, parts, pieces, found,
-    FACTORED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def total(table, numbers, scale, places, parts, pieces, found, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """What all tiles of a matrix have found of a strip of columns, and of its means over rows."""
     place = places + 3 * tl.program_id(0)
     matrix, batch, strip = tl.load(place), tl.load(place + 1), tl.load(place + 2)
     row = table + matrix * $fields
     width, tiles = tl.load(row + $width), tl.load(row + $tiles)
     j = strip * COLUMNS + tl.arange(0, COLUMNS)
-    parts += tl.load(row + $parts) + batch * tiles * width + j
+    parts += tl.load(row + $parts) + batch * tiles * width
     pieces += 2 * (tl.load(row + $first) + batch * tiles) + 1
     columns = tl.full([COLUMNS], 0.0, tl.float64)
-    rows = tl.full([1], 0.0, tl.float64)
-    for tile in range(0, tiles):
-        columns += tl.load(parts + tile * width, mask=j < width, other=0.0).to(tl.float64)
-        rows += tl.load(pieces + 2 * tile + tl.arange(0, 1))
+    for start in range(0, tiles, ROWS):
+        tile = start + tl.arange(0, ROWS)
+        there = (tile < tiles)[:, None] & (j < width)[None, :]
+        seen = tl.load(parts + tile[:, None] * width + j[None, :], mask=there, other=0.0).to(tl.float64)
+        columns += tl.reduce(seen, 0, plus)
     tl.store(found + tl.load(row + $sums) + batch * width + j, columns, mask=j < width)
     if strip == 0:
-        tl.store(found + tl.load(row + $rows) + batch + tl.arange(0, 1), rows)
+        rows = tl.full([COLUMNS], 0.0, tl.float64)
+        for start in range(0, tiles, COLUMNS):
+            tile = start + tl.arange(0, COLUMNS)
+            rows += tl.load(pieces + 2 * tile, mask=tile < tiles, other=0.0)
+        tl.store(found + tl.load(row + $rows) + batch, tl.reduce(rows, 0, plus))
 
 
 @triton.jit
-def squares(table, numbers, scale, places, pieces, found,
-    FACTORED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OWN: tl.constexpr):
+def squares(table, numbers, scale, places, pieces, found, COLUMNS: tl.constexpr, OWN: tl.constexpr):
     """What all tiles have found of one matrix's squares."""
     row = table + tl.program_id(0) * $fields
     count = tl.load(row + $tiles) * tl.load(row + $stack)
@@ -322,8 +332,7 @@ def squares(table, numbers, scale, places, pieces, found,
 
 
 @triton.jit
-def advance(table, numbers, scale, places, found,
-    FACTORED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def advance(table, numbers, scale, places, found, COLUMNS: tl.constexpr):
     """The means over a strip of columns, one step further."""
     place = places + 3 * tl.program_id(0)
     matrix, batch, strip = tl.load(place), tl.load(place + 1), tl.load(place + 2)

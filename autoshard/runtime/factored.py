@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from autoshard.kernels import multi_tensor
+from autoshard.kernels import adafactor, multi_tensor
 from autoshard.kernels.adafactor import Matrix, Numbers, Passes
 from autoshard.runtime.dtensors import dtensor_of, local, over_processes
 
@@ -63,12 +63,13 @@ class Factors:
         return -grad if self.options["maximize"] else grad
 
     def sums(self) -> Tensor:
-        """What of the first half of the step is a sum over processes: [1 + (columns + 1)], float64."""
+        """What of the first half of the step is a sum over processes: [1 + (1 + columns)], float64. In the kernels' order, as
+        another process may have them."""
         parts = [_square(self.rows())]
         if self.factored and self.across:
             squares = self.gradient().square()
             rows = self._next("row_var", squares.mean(-1, keepdim=True))
-            parts += [squares.sum(-2).double().reshape(-1), rows.sum().double().reshape(1)]
+            parts += [rows.sum().double().reshape(1), squares.sum(-2).double().reshape(-1)]
         return torch.cat(parts)
 
     def advance(self, sums: Tensor) -> None:
@@ -80,7 +81,7 @@ class Factors:
         self._put("row_var", self._next("row_var", squares.mean(-1, keepdim=True)))
         columns = squares.mean(-2, keepdim=True)
         if self.across:
-            columns = (sums[1:-1] / self.parameter.shape[-2]).reshape(1, -1).to(self.precise)
+            columns = (sums[2:] / self.parameter.shape[-2]).reshape(1, -1).to(self.precise)
         self._put("col_var", self._next("col_var", columns))
 
     def update(self, sums: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class Factors:
         eps = self.numbers.eps
         if self.factored:
             rows, columns = (local(self.state[key]).to(self.precise) for key in ("row_var", "col_var"))
-            over = (sums[-1:] / self.parameter.shape[-2]).to(self.precise) if self.across else rows.mean(-2, keepdim=True)
+            over = (sums[1:2] / self.parameter.shape[-2]).to(self.precise) if self.across else rows.mean(-2, keepdim=True)
             variance = (rows @ columns).div_(over.clamp(min=eps))
         else:
             variance = local(self.state["variance"]).to(self.precise, copy=True)
@@ -118,12 +119,24 @@ class Factors:
             root=math.sqrt(self.parameter.numel()),
         )
 
+    @property
+    def means(self) -> list[Tensor]:
+        """This process's: over rows and over columns, or of each number."""
+        return [local(self.state[key]) for key in (("row_var", "col_var") if self.factored else ("variance",))]
+
+    @property
+    def suits_kernels(self) -> bool:
+        """Whether it lies as these need it, and its matrices are not tiny, as a convolution's, each of which would have a program."""
+        tensors = [local(self.parameter), *self.means]
+        tiny = self.parameter.ndim > 2 and self.parameter.shape[-2:].numel() < adafactor.ROWS * adafactor.COLUMNS
+        fit = all(t.is_contiguous() and t.dtype in multi_tensor.TYPES and t.device == tensors[0].device for t in tensors)
+        return fit and not tiny and len({t.dtype for t in self.means}) == 1
+
     def matrix(self) -> Matrix:
         """For the kernels."""
-        kept = "row_var" if self.factored else "variance"
-        columns = local(self.state["col_var"]) if self.factored else None
+        state, *columns = self.means
         grad = local(self.parameter.grad).contiguous()
-        return Matrix(local(self.parameter), grad, local(self.state[kept]), columns, self.across, self.numbers)
+        return Matrix(local(self.parameter), grad, state, columns[0] if columns else None, self.across, self.numbers)
 
     def _next(self, key: str, seen: Tensor) -> Tensor:
         before = local(self.state[key]).to(self.precise)
@@ -155,14 +168,42 @@ class _OneByOne:
             entry.write(found, square)
 
 
-def _passes(entries: Sequence[Factors], scale: Tensor | None, interpret: bool) -> _OneByOne | Passes:
-    """Kernels where all lie as these need it, on one GPU."""
-    tensors = [local(t) for e in entries for t in (e.parameter, *(v for key, v in e.state.items() if key != "step"))]
-    fit = all(t.is_contiguous() and t.dtype in multi_tensor.TYPES for t in tensors)
-    on_gpu = {t.device.type for t in tensors} == {"cuda"} and find_spec("triton") is not None
-    if not entries or not fit or not (on_gpu or interpret) or len({t.device for t in tensors}) > 1:
-        return _OneByOne(entries)
-    return Passes([entry.matrix() for entry in entries], scale, interpret)
+class Together:
+    """Passes of several kinds, each of the entries at its places."""
+
+    def __init__(self, entries: Sequence[Factors], scale: Tensor | None, interpret: bool) -> None:
+        places: dict[Any, list[int]] = defaultdict(list)
+        for i, entry in enumerate(entries):
+            device = local(entry.parameter).device
+            by_kernels = entry.suits_kernels and (interpret or device.type == "cuda" and find_spec("triton") is not None)
+            places[device if by_kernels else None].append(i)
+        self._count, self._passes = len(entries), list[tuple[list[int], _OneByOne | Passes]]()
+        for key, at in places.items():
+            given = [entries[i] for i in at]
+            passes = _OneByOne(given) if key is None else Passes([entry.matrix() for entry in given], scale, interpret)
+            self._passes.append((at, passes))
+
+    def sums(self) -> list[Tensor]:
+        """As `Passes.sums`."""
+        return self._in_order(lambda passes: passes.sums())
+
+    def advance(self, sums: Sequence[Tensor]) -> None:
+        """As `Passes.advance`."""
+        for at, passes in self._passes:
+            passes.advance([sums[i] for i in at])
+
+    def squares(self) -> list[Tensor]:
+        """As `Passes.squares`."""
+        return self._in_order(lambda passes: passes.squares())
+
+    def write(self, squares: Sequence[Tensor]) -> None:
+        """As `Passes.write`."""
+        for at, passes in self._passes:
+            passes.write([squares[i] for i in at])
+
+    def _in_order(self, part: Callable[[_OneByOne | Passes], list[Tensor]]) -> list[Tensor]:
+        found = {i: tensor for at, passes in self._passes for i, tensor in zip(at, part(passes))}
+        return [found[i] for i in range(self._count)]
 
 
 @torch.no_grad()
@@ -172,17 +213,18 @@ def take(optimizer: Optimizer, scale: Tensor | None = None, interpret: bool = Fa
     scale: what gradients are divided by. interpret: as on a GPU, on the CPU by Triton's interpreter; for tests.
     """
     entries = [
-        Factors(p, group, _state_of(optimizer, p), scale)
+        Factors(p, group, state_of(optimizer, p), scale)
         for group in optimizer.param_groups
         for p in group["params"]
         if p.grad is not None and not _elsewhere(p)
     ]
     for entry in entries:
         entry.state["step"] += 1
-    passes = _passes(entries, scale, interpret)
+    passes = Together(entries, scale, interpret)
     passes.advance(_over_processes(entries, passes.sums()))
     passes.write(_over_processes(entries, passes.squares()))
-    torch.autograd.graph.increment_version([e.parameter for e in entries])
+    stepped = [e.parameter for e in entries]
+    torch.autograd.graph.increment_version([*stepped, *map(local, stepped)])  # a graph may have saved either
 
 
 def _square(values: Tensor) -> Tensor:
@@ -219,7 +261,7 @@ def _over_processes(entries: Sequence[Factors], parts: Sequence[Tensor]) -> list
     return found
 
 
-def _state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """What is kept of it, made or put where it belongs."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device="cpu")

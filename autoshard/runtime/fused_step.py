@@ -226,7 +226,8 @@ def take(
     if reason or (reason := _unfit_gradients(stepped, held.kinds)):
         return reason
     _run(optimizer, family, held.launches, gradients(), interpret)
-    torch.autograd.graph.increment_version(stepped)  # so that a graph of before the step does not go backward unnoticed
+    # so that a graph of before the step, which may have saved either, does not go backward unnoticed
+    torch.autograd.graph.increment_version([*stepped, *torch_internals.rows_of_each(stepped)])
     if not any(launch.first for launch in held.launches):
         _held[optimizer] = held
     return ""
