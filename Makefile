@@ -4,7 +4,7 @@
 # make bench-accuracy   predictions beside measurements: docs/accuracy.md
 # make bench-links      what a line carries, a step's timeline as predicted and as executed, hosts of several processes, compressed gradients: bench/results
 # make bench-recompute  memory against time beside torch's ways to recompute: bench/results/recompute.md
-# TORCH=2.11.0 any of these on another torch; its environment lies beside the first
+# TORCH=2.11.0 any of these on another torch, where there is no GPU; its environment lies beside the first
 
 TORCH ?= 2.13.0
 VENV  := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
@@ -57,7 +57,7 @@ bench-recompute: $(VENV)/ready
 wheel: $(VENV)/ready
 	$(BIN)/python -m build --wheel --no-isolation
 
-# With a GPU, torch's own choice of build; without, the version in constraints.txt, which is a CPU build.
+# With a GPU, torch's own choice of build; without, the version in constraints.txt, or TORCH.
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade "setuptools>=77" wheel

@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
+    "SET_GRAD_ENABLED",
     "CompiledCall",
     "CustomPartitionerFn",
     "FakeTensor",
@@ -90,6 +91,9 @@ __all__ = [
     "without_step_hooks",
     "wrap_compiled",
 ]
+
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # seen: 2.11, 2.13; what Dynamo's graphs call where gradients go off and on
 
 
 class ThroughDynamo(ShortenTraceback):

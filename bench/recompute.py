@@ -5,7 +5,7 @@
 autoshard with memory budgets from all that torch saves down to the least that is possible; torch's own
 `activation_memory_budget`; and `torch.utils.checkpoint` around the first so many blocks. Each point has a process of its
 own, which compiles, tells its peak, and waits; then all take a few steps in turn, over and over, so that all ways meet the
-same noise. Of a point's steps the median is taken. Writes bench/results/recompute.md, .json and .png.
+same noise; a process takes 0.7 GB and more. Of a point's steps the median is taken. Writes bench/results/recompute.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     lines = [
         f"Peak and step time on {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
         f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is "
-        "autoshard's time, at no more than that way's peak, divided by that way's time. Written by "
+        "autoshard's time, at no more than that way's peak (to 0.5 %), divided by that way's time. Written by "
         "`python bench/recompute.py`.",
     ]
     for model in dict.fromkeys(r["model"] for r in rows):

@@ -321,6 +321,21 @@ def test_what_goes_inside_of_nodes_and_what_goes_between_them_have_links_of_thei
         assert max(span.end for span in line.spans) == end
 
 
+def test_what_the_transport_holds_is_there_while_its_collective_is_carried_out() -> None:
+    """Two gathers are issued at once; the second is carried out when the first is through."""
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    gathers = [graph.call_function(c10d.all_gather_into_tensor.default, ()) for _ in range(2)]
+    waits = [graph.call_function(c10d.wait_tensor.default, (gather,)) for gather in gathers]
+    kernel = graph.call_function(torch.ops.aten.relu.default, ())
+    calls = [(gathers[0], (), (0,)), (gathers[1], (), (1,)), (kernel, (), (2,)), (waits[0], (0,), ()), (kernel, (), (3,)), (waits[1], (1,), ())]
+    program = Program([Operation(node, "forward", reads, makes) for node, reads, makes in calls])
+    for issued, waited in ((0, 3), (1, 5)):
+        program.pieces[program.add(8, "communication", issued, waited)].flight = True
+    line = timeline.simulate(program, lambda operation: {2: 3.0, 3: 4.0}[operation.makes[0]], lambda _: 5.0)
+    timeline.land(program, line)
+    assert [(piece.made, piece.last) for piece in program.pieces] == [(2, 3), (4, 5)]
+
+
 def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads() -> None:
     graph, c10d = Graph(), torch.ops._c10d_functional
     relu, other = (graph.call_function(torch.ops.aten.relu.default, ()) for _ in range(2))

@@ -526,6 +526,46 @@ def test_fused_steps_are_torchs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
+def test_lists_of_tensors_are_gone_through_at_once() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0])]
+    assert [t.tolist() for t in torch_internals.each_divided(tensors, torch.tensor(2.0))] == [[1.5, 2.0], [3.0]]
+    assert [float(n) for n in torch_internals.norm_of_each(tensors)] == [5.0, 6.0]
+    assert torch_internals.norm_of_each([t.bfloat16() for t in tensors])[0].dtype is torch.float32
+    assert all(ours is t for ours, t in zip(torch_internals.rows_of_each(tensors), tensors))
+
+
+def test_decompositions_of_what_has_one() -> None:
+    aten = torch.ops.aten
+    found = torch_internals.decompositions_of([aten.silu_backward, aten.mm])
+    assert aten.silu_backward.default in found and aten.mm.default not in found
+
+
+def test_what_dynamo_cannot_trace_is_its_exception() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch_internals.TorchDynamoException):
+        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_gradients_that_go_off_are_a_call() -> None:
+    seen: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        seen.extend(node.args for node in gm.graph.nodes if node.target is torch_internals.SET_GRAD_ENABLED)
+        return gm.forward
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+        return x + y
+
+    torch.compile(half, backend=backend)(torch.ones(2, requires_grad=True))
+    torch.compiler.reset()
+    assert seen == [(False,), (True,)]
+
+
 class Recording(torch.optim.Optimizer):
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         super().__init__([parameter], {})

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 
+from autoshard import torch_internals
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
@@ -27,7 +27,7 @@ class MergeUnshards:
         first: dict[tuple[object, ...], Node] = {}
         grad_enabled: object = None
         for node in list(gm.graph.nodes):
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is torch_internals.SET_GRAD_ENABLED:
                 grad_enabled = node.args[0]
             elif graphs.is_call(node, graphs.UNSHARD):
                 source = node.args[0]

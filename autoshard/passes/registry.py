@@ -43,7 +43,7 @@ DEFAULT = (
 
 
 def parse(spec: str) -> tuple[Pass, ...]:
-    """The pipeline of a spec such as "name_parameters,bucket{mb=25},lower"; checked, see `check`."""
+    """The pipeline of a spec such as "name_parameters,merge_unshards,bucket{mb=25},lower"; checked, see `check`."""
     items = re.findall(r"\s*([^,{}]+?)\s*(?:\{([^}]*)\})?\s*(?:,|$)", spec)
     pipeline = tuple(_build(name, options) for name, options in items)
     check(pipeline)
