@@ -12,6 +12,7 @@ of the machine stands beside the error.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -170,6 +171,22 @@ def measure(case: Case, plan: Plan, scratch: Path) -> dict[str, float]:
     return found
 
 
+def _together(case: Case) -> tuple[int, int]:
+    """What has a calibration in common."""
+    return list(zoo.MODELS).index(case.model), case.mbit
+
+
+def compare(cases: Sequence[Case], scratch: Path) -> list[Compared]:
+    """Each case, after a calibration for all of them."""
+    clusters, compared = calibrated(scratch, dict.fromkeys(c.links for c in cases)), []
+    for case in cases:
+        predicted, categories, plan = predict(case, clusters)
+        compared.append(found := Compared(case, predicted, measure(case, plan, scratch), categories))
+        errors = f"peak {found.error('peak'):+.1%}, step {found.error('step'):+.1%}, machine {found.slower:.2f}"
+        print(f"{case}: {errors}", flush=True)
+    return compared
+
+
 def calibrated(scratch: Path, wanted: Iterable[Links]) -> dict[Links, Cluster]:
     """This machine as so many processes find it, over links of such a rate."""
     found = {}
@@ -258,19 +275,10 @@ def main() -> int:
         print(f"no limited links: {impossible}", flush=True)
         wanted = [c for c in wanted if not c.mbit]
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
-    compared = []
+    compared = list[Compared]()
     try:
-        clusters = dict[Links, Cluster]()
-        wanted.sort(key=lambda c: (list(zoo.MODELS).index(c.model), c.mbit))
-        for case, before in zip(wanted, [None, *wanted]):
-            if before is None or (case.model, case.mbit) != (before.model, before.mbit):
-                alike = (c.links for c in wanted if (c.model, c.mbit) == (case.model, case.mbit))
-                clusters |= calibrated(scratch, dict.fromkeys(alike))
-            predicted, categories, plan = predict(case, clusters)
-            compared.append(Compared(case, predicted, measure(case, plan, scratch), categories))
-            found = compared[-1]
-            errors = f"peak {found.error('peak'):+.1%}, step {found.error('step'):+.1%}, machine {found.slower:.2f}"
-            print(f"{case}: {errors}", flush=True)
+        for _, alike in itertools.groupby(sorted(wanted, key=_together), _together):
+            compared += compare(list(alike), scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     machine = side_by_side.machine("this machine")

@@ -81,9 +81,10 @@ def adafactor(numbers: int, rate: float) -> Iterator[str]:
     """Of matrices. The floor is that of three passes, see [Note: Adafactor's passes]."""
     for who, kind in (("torch", torch.optim.Adafactor), ("autoshard", autoshard.optim.Adafactor)):
         torch.cuda.empty_cache()
-        matrices = [nn.Parameter(p.detach().view(-1, 8192)) for p in parameters(numbers // 8192 * 8192, torch.float32)]
-        for p in matrices:
-            p.grad = torch.randn_like(p)
+        matrices = []
+        for p in parameters(numbers // 8192 * 8192, torch.float32):
+            matrices.append(nn.Parameter(p.detach().view(-1, 8192)))
+            matrices[-1].grad = p.grad.view(-1, 8192)
         yield from _rows("Adafactor, fp32", 24 * numbers, rate, {who: kind(matrices).step})
 
 

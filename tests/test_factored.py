@@ -26,6 +26,7 @@ from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
 from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
 SHAPES = ((), (5,), (7, 3), (1, 6), (6, 1), (2, 3, 4), (3, 1, 2, 5), (9, 8))
 
 
@@ -63,7 +64,7 @@ def test_steps_are_torchs(shapes: Any, decay: float, maximize: bool, eps: Any, d
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@needs_triton
 @settings(max_examples=6, deadline=None)
 @given(
     st.lists(st.one_of(st.just((18, 144)), st.just((2, 17, 130)), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=3),
@@ -96,7 +97,7 @@ def test_kernels_step_as_torch_does_in_float64(
                 assert torch.allclose(value.double(), reference.state[whole][key].double(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype]), key
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@needs_triton
 def test_both_ways_lay_out_what_processes_add_up_alike() -> None:
     """One process may take kernels where another cannot."""
     found = []
@@ -110,7 +111,7 @@ def test_both_ways_lay_out_what_processes_add_up_alike() -> None:
     assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*found))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@needs_triton
 def test_an_infinite_gradient_shows_with_kernels_too() -> None:
     parameters = made([(18, 144), (5,)])
     given_gradients(parameters, 0)
@@ -119,7 +120,7 @@ def test_an_infinite_gradient_shows_with_kernels_too() -> None:
     assert bool(parameters[0].isnan().any()) and not bool(parameters[1].isnan().any())
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@needs_triton
 def test_a_graph_of_before_the_step_is_refused_after_kernels() -> None:
     (parameter,) = made([(18, 144)])
     loss = (parameter * parameter).sum()
@@ -204,7 +205,9 @@ def trained(zero: int, begun: bool, by_kernels: bool = False) -> Distance:
         if by_kernels:
             factored.take(optimizer, interpret=True)
             optimizer.zero_grad()
-        step_each(*(() if by_kernels else (optimizer,)), reference)
+        else:
+            step_each(optimizer)
+        step_each(reference)
     see_state(distance, model, plain)
     whole = autoshard.state_dict(optimizer)
     for kept, expected in zip(whole.get("state", {}).values(), reference.state_dict()["state"].values()):
@@ -219,7 +222,7 @@ def test_rows_step_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
+@needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize(("zero", "begun"), [(3, True), (0, False), (2, False)])
 def test_kernels_step_rows_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:

@@ -177,18 +177,21 @@ RULES: dict[str, Rule] = {
 }
 
 
-def compiled(kernel: Kernel, capability: int) -> Any:
-    """What Triton makes of it for a GPU that need not be there."""
+def compiled_as(function: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, attrs: Any = None, **options: int) -> Any:
+    """What Triton makes of it for a GPU that need not be there. signature: of what is no constant."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    source = ASTSource(function, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compiled(kernel: Kernel, capability: int) -> Any:
     function = load(kernel.rule.name, kernel.source())
     signature = {"settings": "*fp64", "steps": "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
     constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "ALIGNED": True}
-    signature |= dict.fromkeys(constants, "constexpr")
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)}
-    source = ASTSource(function, signature, constexprs=constants, attrs=divisible)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    return compiled_as(function, signature, constants, capability, divisible)
 
 
 def spilled(made: Any, folder: Path) -> int:
@@ -225,18 +228,14 @@ def test_kernels_compile_for_gpus_and_stay_in_registers(
 def test_adafactors_kernels_compile_for_gpus_and_stay_in_registers(
     name: str, capability: int, dtype: torch.dtype, factored: bool, tmp_path: Path
 ) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     function = load(name, adafactor.text_of((dtype, torch.float32, dtype)))
     kinds = {"table": "*i64", "places": "*i64", "scale": "*fp32", "parts": "*fp64" if dtype is torch.float64 else "*fp32"}
     flags = {"FACTORED": factored, "ALIGNED": True, "SCALED": True, "ROWS": adafactor.ROWS, "COLUMNS": adafactor.COLUMNS, "WRITE": False, "OWN": True}
     constants = {flag: value for flag, value in flags.items() if flag in function.arg_names}
-    signature = {arg: "constexpr" if arg in constants else kinds.get(arg, "*fp64") for arg in function.arg_names}
+    signature = {arg: kinds.get(arg, "*fp64") for arg in function.arg_names if arg not in flags}
     for write in (False, True) if name == "update" else (False,):
         chosen = {**constants, "WRITE": write} if name == "update" else constants
-        source, target = ASTSource(function, signature, constexprs=chosen), GPUTarget("cuda", capability, 32)
-        made = triton.compile(source, target=target, options={"num_warps": adafactor.WARPS})
+        made = compiled_as(function, signature, chosen, capability, num_warps=adafactor.WARPS)
         assert spilled(made, tmp_path) == 0
         assert name not in ("look", "update") or re.search(r"ld\.global\.v[24]", made.asm["ptx"])  # 16 bytes at once
 

@@ -109,23 +109,25 @@ def adversarial(models: Models, optimizers: Optimizers, x: Tensor, scale: float,
             finish(model, optimizer)
 
 
-def frozen_for_a_while(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+def _training_some(
+    models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place, trained: Callable[[str, int], bool]
+) -> None:
+    """trained: by a parameter's name and the steps before this one."""
     steps = getattr(optimizers[0], "seen", 0)
-    models[0].up.weight.requires_grad_(steps not in (1, 2))
+    for name, parameter in models[0].named_parameters():
+        parameter.requires_grad_(trained(name, steps))
     (models[0](x).pow(2).mean() * scale).backward()
     if at.last:
         optimizers[0].seen = steps + 1  # type: ignore[attr-defined]
         finish(models[0], optimizers[0])
+
+
+def frozen_for_a_while(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
+    _training_some(models, optimizers, x, scale, at, lambda name, steps: "up.weight" not in name or steps not in (1, 2))
 
 
 def thawed_later(models: Models, optimizers: Optimizers, x: Tensor, scale: float, at: Place) -> None:
-    steps = getattr(optimizers[0], "seen", 0)
-    for name, parameter in models[0].named_parameters():
-        parameter.requires_grad_("down" in name or steps > 1)
-    (models[0](x).pow(2).mean() * scale).backward()
-    if at.last:
-        optimizers[0].seen = steps + 1  # type: ignore[attr-defined]
-        finish(models[0], optimizers[0])
+    _training_some(models, optimizers, x, scale, at, lambda name, steps: "down" in name or steps > 1)
 
 
 LOOPS: dict[str, Callable[..., None]] = {

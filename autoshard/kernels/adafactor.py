@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from string import Template
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels import source
-from autoshard.kernels.multi_tensor import ALIGNED, TYPES, sent
+from autoshard.kernels.multi_tensor import ALIGNED, TYPES, is_aligned, sent
 
 ROWS, COLUMNS = 16, 128  # of a tile, which is what a program has in registers at a time
 WARPS = 8  # of a program
@@ -100,10 +99,10 @@ class Matrix:
 
     @property
     def aligned(self) -> bool:
-        """Whether each row begins where 16 bytes do, see [Note: The table]."""
+        """Whether each row begins where 16 bytes do."""
         length = self.param.numel() if self.columns is None else self.shape[2]
         tensors = (self.param, self.grad, self.state if self.columns is None else self.columns)
-        return length % ALIGNED == 0 and all(t.data_ptr() % ALIGNED == 0 for t in tensors)
+        return is_aligned((length, *(t.data_ptr() for t in tensors)))
 
     @property
     def strips(self) -> int:
@@ -208,8 +207,7 @@ class Passes:
         kernel = source.load(name, text_of(launch.types), self._interpret)
         given_to_all = {**launch.flags, "ROWS": ROWS, "COLUMNS": COLUMNS, **chosen}
         flags = {flag: value for flag, value in given_to_all.items() if flag in kernel.arg_names}
-        here = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with here:  # Triton asks for the current one
+        with source.launching_on(self._device):
             kernel[(count,)](launch.table, launch.numbers, self._scale, places, *given, **flags, num_warps=WARPS)
 
 
@@ -236,7 +234,25 @@ def text_of(types: tuple[torch.dtype, ...]) -> str:
     return _TEXT.substitute(places, **named, COMPUTE=compute, fields=len(FIELDS), aligned=ALIGNED, numbers=len(Numbers.__annotations__))
 
 
-_TEXT = Template('''"""Adafactor's passes over memory, written by autoshard."""
+# Where the programs that go through tiles find what is theirs.
+_TILE = '''    place = places + 3 * tl.program_id(0)
+    matrix, batch, tile = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    row, numbers = table + matrix * $fields, numbers + matrix * $numbers
+    height, width, count = tl.load(row + $height), tl.load(row + $width), tl.load(row + $count)
+    param_at = tl.load(row + $param).to(tl.pointer_type($PARAM))
+    grad_at = tl.load(row + $grad).to(tl.pointer_type($GRAD))
+    state_at = tl.load(row + $state).to(tl.pointer_type($STATE))
+    if ALIGNED:
+        width, count = tl.multiple_of(width, $aligned), tl.multiple_of(count, $aligned)
+        param_at, grad_at = tl.multiple_of(param_at, $aligned), tl.multiple_of(grad_at, $aligned)
+        if not FACTORED:
+            state_at = tl.multiple_of(state_at, $aligned)
+    at = batch * tl.load(row + $tiles) + tile
+    i = tile * ROWS + tl.arange(0, ROWS)
+    begin = (batch * height + i) * width
+'''
+
+_TEXT = Template(f'''"""Adafactor's passes over memory, written by autoshard."""
 
 import triton
 import triton.language as tl
@@ -251,20 +267,7 @@ def plus(a, b):
 def look(table, numbers, scale, places, parts, pieces,
     FACTORED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The squares of a tile of rows, and where it is factored their means and what comes to each column."""
-    place = places + 3 * tl.program_id(0)
-    matrix, batch, tile = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-    row = table + matrix * $fields
-    height, width, count = tl.load(row + $height), tl.load(row + $width), tl.load(row + $count)
-    param_at = tl.load(row + $param).to(tl.pointer_type($PARAM))
-    grad_at = tl.load(row + $grad).to(tl.pointer_type($GRAD))
-    state_at = tl.load(row + $state).to(tl.pointer_type($STATE))
-    if ALIGNED:
-        width, count = tl.multiple_of(width, $aligned), tl.multiple_of(count, $aligned)
-        param_at, grad_at = tl.multiple_of(param_at, $aligned), tl.multiple_of(grad_at, $aligned)
-    at = batch * tl.load(row + $tiles) + tile
-    parts += tl.load(row + $parts) + at * width
-    i = tile * ROWS + tl.arange(0, ROWS)
-    begin = (batch * height + i) * width
+{_TILE}    parts += tl.load(row + $parts) + at * width
     params = tl.full([ROWS], 0.0, $COMPUTE)
     grads = tl.full([ROWS], 0.0, $COMPUTE)
     if SCALED:
@@ -284,7 +287,7 @@ def look(table, numbers, scale, places, parts, pieces,
     piece = pieces + 2 * (tl.load(row + $first) + at)
     tl.store(piece, tl.reduce(params.to(tl.float64), 0, plus))
     if FACTORED:
-        weight = tl.load(numbers + matrix * $numbers + $weight).to($COMPUTE)
+        weight = tl.load(numbers + $weight).to($COMPUTE)
         state_at += batch * height + i
         mean = tl.load(state_at, mask=i < height, other=0.0).to($COMPUTE)
         mean += weight * (grads / width.to($COMPUTE) - mean)
@@ -350,21 +353,7 @@ def advance(table, numbers, scale, places, found, COLUMNS: tl.constexpr):
 def update(table, numbers, scale, places, found, norms, pieces,
     FACTORED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WRITE: tl.constexpr):
     """The update of a tile of rows: its squares, or a step by it. Where it is not factored, means go one step further first."""
-    place = places + 3 * tl.program_id(0)
-    matrix, batch, tile = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-    row, numbers = table + matrix * $fields, numbers + matrix * $numbers
-    height, width, count = tl.load(row + $height), tl.load(row + $width), tl.load(row + $count)
-    param_at = tl.load(row + $param).to(tl.pointer_type($PARAM))
-    grad_at = tl.load(row + $grad).to(tl.pointer_type($GRAD))
-    state_at = tl.load(row + $state).to(tl.pointer_type($STATE))
-    if ALIGNED:
-        width, count = tl.multiple_of(width, $aligned), tl.multiple_of(count, $aligned)
-        param_at, grad_at = tl.multiple_of(param_at, $aligned), tl.multiple_of(grad_at, $aligned)
-        if not FACTORED:
-            state_at = tl.multiple_of(state_at, $aligned)
-    i = tile * ROWS + tl.arange(0, ROWS)
-    begin = (batch * height + i) * width
-    eps, weight = tl.load(numbers + $eps).to($COMPUTE), tl.load(numbers + $weight).to($COMPUTE)
+{_TILE}    eps, weight = tl.load(numbers + $eps).to($COMPUTE), tl.load(numbers + $weight).to($COMPUTE)
     factor = tl.load(numbers + $sign).to($COMPUTE)
     if SCALED:
         factor /= tl.load(scale).to($COMPUTE)
@@ -406,6 +395,5 @@ def update(table, numbers, scale, places, found, norms, pieces,
         else:
             steps += tl.reduce(tl.where(there, step * step, 0.0), 1, plus)
     if not WRITE:
-        at = tl.load(row + $first) + batch * tl.load(row + $tiles) + tile
-        tl.store(pieces + 2 * at, tl.reduce(steps.to(tl.float64), 0, plus))
+        tl.store(pieces + 2 * (tl.load(row + $first) + at), tl.reduce(steps.to(tl.float64), 0, plus))
 ''')

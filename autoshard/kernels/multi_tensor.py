@@ -167,7 +167,7 @@ def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, inte
     rows = [_row(column) for column in zip(*(tensors.columns[name] for name in kernel.columns))]
     table = sent(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(kernel.columns) + 1), device)
     for aligned in (True, False):
-        chunks = [(i, j) for i, row in enumerate(rows) if _is_aligned(row) == aligned for j in range(-(-row[0] // CHUNK))]
+        chunks = [(i, j) for i, row in enumerate(rows) if is_aligned(row) == aligned for j in range(-(-row[0] // CHUNK))]
         if chunks:
             places = sent(torch.tensor(chunks, dtype=torch.int64), device)
             given = (numbers, tensors.steps, tensors.scale, tensors.infinite, table, places)
@@ -178,7 +178,8 @@ def _row(column: tuple[Tensor, ...]) -> tuple[int, ...]:
     return (column[0].numel(), *(t.data_ptr() for t in column))
 
 
-def _is_aligned(row: tuple[int, ...]) -> bool:
+def is_aligned(row: tuple[int, ...]) -> bool:
+    """Whether lengths and addresses are such that 16 bytes can be moved at once, see [Note: The table]."""
     return all(number % ALIGNED == 0 for number in row)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +117,7 @@ class Region:
             kernel[(-(-sized.rows // tile["ROWS"]),)](*given, *made, *sizes, **tile)
 
         if any(t.numel() for t in made):
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
+            with source.launching_on(device):
                 launch(sized.tile if traced or interpret or self._stays() else self._tuned((sizes, wide), sized, launch))
         return made
 

@@ -6,8 +6,11 @@ import functools
 import hashlib
 import importlib.util
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from autoshard.cache import cache_folder, write_at_once
 
@@ -29,6 +32,11 @@ def load(name: str, text: str, interpret: bool = False) -> Any:
         triton.knobs.runtime.interpret = interpret
         spec.loader.exec_module(module)
     return getattr(module, name)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """To be entered around a launch: Triton asks for the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _file(name: str, text: str) -> Path:

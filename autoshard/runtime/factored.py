@@ -173,9 +173,10 @@ class Together:
 
     def __init__(self, entries: Sequence[Factors], scale: Tensor | None, interpret: bool) -> None:
         places: dict[Any, list[int]] = defaultdict(list)
+        has_triton = find_spec("triton") is not None
         for i, entry in enumerate(entries):
             device = local(entry.parameter).device
-            by_kernels = entry.suits_kernels and (interpret or device.type == "cuda" and find_spec("triton") is not None)
+            by_kernels = has_triton and (interpret or device.type == "cuda") and entry.suits_kernels
             places[device if by_kernels else None].append(i)
         self._count, self._passes = len(entries), list[tuple[list[int], _OneByOne | Passes]]()
         for key, at in places.items():

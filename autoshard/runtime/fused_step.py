@@ -18,7 +18,6 @@ import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
-from autoshard.kernels import multi_tensor, rule
+from autoshard.kernels import multi_tensor, rule, source
 from autoshard.kernels.multi_tensor import Kernel, Tensors
 from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.dtensors import local
@@ -352,7 +351,7 @@ def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, 
     kernel = Kernel(step, dtypes, scale is not None, infinite is not None, copied)
     columns |= {"copy": rows.copies} if rows.copies else {}
     counted = torch.stack(rows.steps) if rows.steps else None
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton asks for the current one
+    with source.launching_on(device):
         multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret)
 
 
