@@ -26,7 +26,6 @@ from autoshard.codegen import Compilation
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
-from autoshard.kernels import tuning
 from autoshard.kernels.elementwise import LONGEST
 from autoshard.kernels.random import uniform
 from autoshard.kernels.region import OPERATORS, Region, like, operator_of
@@ -580,28 +579,6 @@ class Gated(nn.Module):
 
 
 # --- tiles
-
-
-def test_a_tile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tiles, tried = [{"ROWS": n} for n in (4, 1, 2)], []
-
-    def seconds(tile: tuning.Tile) -> float:
-        tried.append(tile["ROWS"])
-        return float(tile["ROWS"])
-
-    def in_another_job(key: str) -> tuning.Tile:
-        monkeypatch.setattr(tuning, "_known", {})
-        return tuning.best(key, tiles, seconds)
-
-    assert in_another_job("kernel") == {"ROWS": 1} and tried == [4, 1, 2]
-    assert in_another_job("kernel") == {"ROWS": 1} and len(tried) == 3
-    assert in_another_job("other kernel") == {"ROWS": 1} and len(tried) == 6
-    for spoiled in ("", "{}", '{"key": "kernel", "tile": {"ROWS": 7}}'):
-        for file in (tmp_path / "autoshard" / "tiles").iterdir():
-            file.write_text(spoiled)
-        assert in_another_job("kernel") == {"ROWS": 1}
-    assert len(tried) == 15
 
 
 def test_every_tile_gives_the_same() -> None:

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from autoshard.kernels import adafactor, rule
-from autoshard.kernels.multi_tensor import BLOCK, CHUNK, Kernel
+from autoshard.kernels import adafactor, multi_tensor, rule
+from autoshard.kernels.multi_tensor import TILES, Kernel
 from autoshard.kernels.rule import Rule
 from autoshard.kernels.source import load
+from autoshard.kernels.tuning import Tile
 from autoshard.optim import Lion
 from autoshard.runtime import fused_step
 from autoshard.runtime.fused_step import FAMILIES, LION, Family, Gradients
@@ -46,7 +47,7 @@ OPTIONS: dict[type[optim.Optimizer], dict[str, st.SearchStrategy[Any]]] = {
         "maximize": st.booleans(),
     },
 }
-LENGTHS = st.lists(st.sampled_from([0, 1, 7, 16, 48, BLOCK, CHUNK + 3]), min_size=1, max_size=4)
+LENGTHS = st.lists(st.sampled_from([0, 1, 7, 16, 48, TILES[0]["BLOCK"], TILES[0]["CHUNK"] + 3]), min_size=1, max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 # Half the distance between two numbers; all of it in bfloat16, which the interpreter cuts off where a GPU rounds.
 EPSILON = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
@@ -146,6 +147,17 @@ def test_lion(interpret: bool) -> None:
     assert worst(ours, [nn.Parameter(p) for p, _ in expected]) <= 1e-6
 
 
+def test_every_tile_takes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for tile in TILES:
+        monkeypatch.setattr(multi_tensor, "TILES", (tile,))
+        ours = parameters([40, 1, (1 << 16) + 5], torch.float32)
+        steps(optim.AdamW(ours, lr=0.01), ours, 0, FAMILIES[optim.AdamW])
+        taken.append(ours)
+    for others in taken[1:]:
+        assert all(map(torch.equal, taken[0], others))
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_an_infinite_gradient_leaves_everything(kind: type[optim.Optimizer]) -> None:
     ours = parameters([40], torch.float32)
@@ -186,12 +198,12 @@ def compiled_as(function: Any, signature: dict[str, str], constants: dict[str, A
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def compiled(kernel: Kernel, capability: int) -> Any:
+def compiled(kernel: Kernel, capability: int, tile: Tile) -> Any:
     function = load(kernel.rule.name, kernel.source())
     signature = {"settings": "*fp64", "steps": "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
-    constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "ALIGNED": True}
+    constants = {"CHUNK": tile["CHUNK"], "BLOCK": tile["BLOCK"], "ALIGNED": True}
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)}
-    return compiled_as(function, signature, constants, capability, divisible)
+    return compiled_as(function, signature, constants, capability, divisible, num_warps=tile["num_warps"])
 
 
 def spilled(made: Any, folder: Path) -> int:
@@ -211,11 +223,12 @@ ALWAYS = {("adamw", 80), ("amsgrad", 90)}
 
 @pytest.mark.parametrize(("name", "capability"), [case if case in ALWAYS else in_full(*case) for case in CASES])
 @pytest.mark.parametrize("dtype", [torch.float32, in_full(torch.bfloat16), in_full(torch.float64)])
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 def test_kernels_compile_for_gpus_and_stay_in_registers(
-    name: str, capability: int, dtype: torch.dtype, tmp_path: Path
+    name: str, capability: int, dtype: torch.dtype, tile: Tile, tmp_path: Path
 ) -> None:
     dtypes = (dtype,) * (2 + len(RULES[name].states))
-    made = compiled(Kernel(RULES[name], dtypes, scaled=True, checked=True, copied=torch.bfloat16), capability)
+    made = compiled(Kernel(RULES[name], dtypes, scaled=True, checked=True, copied=torch.bfloat16), capability, tile)
     assert "cubin" in made.asm
     assert spilled(made, tmp_path) == 0
     assert re.search(r"ld\.global\.v[24]", made.asm["ptx"])  # 16 bytes at once

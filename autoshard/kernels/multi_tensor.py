@@ -10,19 +10,23 @@ is told so and moves 16 bytes at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoshard.kernels import source
+from autoshard.kernels import source, tuning
 from autoshard.kernels.printer import as_triton
 from autoshard.kernels.rule import Formulas, Rule
 
-CHUNK = 1 << 14  # numbers that one program goes through
-BLOCK = 1 << 10  # numbers that it has in registers at a time
+# CHUNK: numbers that one program goes through. BLOCK: that it has in registers at a time. The first where nothing is measured.
+TILES: tuple[tuning.Tile, ...] = tuple(
+    {"CHUNK": chunk, "BLOCK": block, "num_warps": warps}
+    for chunk, block, warps in ((1 << 14, 1024, 4), (1 << 14, 512, 4), (1 << 14, 2048, 8), (1 << 16, 1024, 4), (1 << 16, 2048, 8))
+)
 ALIGNED = 16  # bytes of an address, and numbers of a length
 TYPES = {
     torch.float32: "tl.float32",
@@ -166,12 +170,34 @@ def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, inte
     numbers = sent(numbers, device)
     rows = [_row(column) for column in zip(*(tensors.columns[name] for name in kernel.columns))]
     table = sent(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(kernel.columns) + 1), device)
+    given = (numbers, tensors.steps, tensors.scale, tensors.infinite, table)
     for aligned in (True, False):
-        chunks = [(i, j) for i, row in enumerate(rows) if is_aligned(row) == aligned for j in range(-(-row[0] // CHUNK))]
-        if chunks:
-            places = sent(torch.tensor(chunks, dtype=torch.int64), device)
-            given = (numbers, tensors.steps, tensors.scale, tensors.infinite, table, places)
-            run[(len(chunks),)](*given, CHUNK=CHUNK, BLOCK=BLOCK, ALIGNED=aligned)
+        lengths = torch.tensor([row[0] if is_aligned(row) == aligned else 0 for row in rows], dtype=torch.int64)
+
+        def by(tile: tuning.Tile, aligned: bool = aligned, lengths: Tensor = lengths) -> None:
+            places = sent(_chunks(lengths, tile["CHUNK"]), device)
+            run[(len(places),)](*given, places, **tile, ALIGNED=aligned)
+
+        if lengths.any():
+            _tuned(kernel, aligned, int(lengths.sum()), by, device)
+
+
+def _tuned(kernel: Kernel, aligned: bool, count: int, by: Callable[[tuning.Tile], None], device: torch.device) -> None:
+    """One launch. Nothing can be measured while a CUDA graph is captured."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        by(TILES[0])
+    else:
+        source_hash = hashlib.sha256(kernel.source().encode()).hexdigest()[:16]
+        what = f"{kernel.rule.name} {source_hash} aligned {aligned} 2**{count.bit_length()} numbers"
+        tuning.at_work(tuning.on_this_device(what), TILES, by, tuning.recorded)
+
+
+def _chunks(lengths: Tensor, size: int) -> Tensor:
+    """For each program, which tensor it goes through and which chunk of that."""
+    counts = (lengths + size - 1) // size
+    tensors = torch.arange(len(lengths)).repeat_interleave(counts)
+    before = counts.cumsum(0) - counts
+    return torch.stack([tensors, torch.arange(len(tensors)) - before[tensors]], 1)
 
 
 def _row(column: tuple[Tensor, ...]) -> tuple[int, ...]:

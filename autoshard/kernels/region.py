@@ -24,7 +24,7 @@ from autoshard.kernels import source
 from autoshard.kernels.elementwise import Space, Writer, open_sizes, shape_of, size
 from autoshard.kernels.places import Shape, Unsupported
 from autoshard.kernels.primitives import decompositions, name_of
-from autoshard.kernels.tuning import Tile, best
+from autoshard.kernels.tuning import Tile, best, on_this_device
 
 _FAR = 1 << 31  # bytes beyond which places are counted in 64 bits
 _NUMBERS = 1024  # that a program goes through where nothing is reduced
@@ -131,8 +131,7 @@ class Region:
         if at not in self.tuned:
             import triton
 
-            of_device = f"{torch.cuda.get_device_name()} triton {triton.__version__}"
-            key = f"{self.name} {sized.tile} {of_device} 2**{sized.rows.bit_length()} rows"
+            key = on_this_device(f"{self.name} {sized.tile} 2**{sized.rows.bit_length()} rows")
             measure = lambda tile: float(triton.testing.do_bench(lambda: launch(tile), 2, 10))  # noqa: E731
             self.tuned[at] = best(key, like(sized.tile), measure)
         return self.tuned[at]

@@ -2,6 +2,10 @@
 
 Nothing is measured before a kernel is launched for the first time, and nothing on a machine that did so before: what was
 found is a file in the user's cache, one for each kernel, device and order of size.
+
+[Note: Measured at work] A kernel that writes in place, as an optimizer's step does, cannot be repeated to be measured, and there
+may be no memory for a copy of what it works on. So its first launches are the measurement: each goes by the next tile, between
+two events of the device that nobody waits for. It is for kernels that give the same numbers by every tile.
 """
 
 from __future__ import annotations
@@ -9,33 +13,104 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from autoshard.cache import cache_folder, write_at_once
 
 Tile = dict[str, Any]  # by the names of a kernel's constants, and num_warps
+_LAUNCHES = 3  # of each tile; the first of them compiles
 _known: dict[str, Tile] = {}
 
 
 def best(key: str, tiles: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
     """The tile that takes least. key: all that this depends on. seconds: measures one."""
-    if key not in _known:
-        path = cache_folder() / "tiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-        _known[key] = _remembered(path, key, tiles) or _measured(path, key, tiles, seconds)
+    if key not in _known and not _remembered(key, tiles):
+        _remember(key, min(tiles, key=seconds))
     return _known[key]
 
 
-def _remembered(path: Path, key: str, tiles: Sequence[Tile]) -> Tile | None:
-    """A file that is not one of these is as none."""
+class Event(Protocol):
+    """A moment on a device, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """How long after it another one came."""
+
+
+@dataclass(eq=False)
+class _Trial:
+    """Launches by each tile in turn. between: the events around each."""
+
+    tiles: Sequence[Tile]
+    between: list[tuple[Event, Event]] = field(default_factory=list)
+
+    def launch(self, launch: Callable[[Tile], None], now: Callable[[], Event]) -> None:
+        begun = now()
+        launch(self.tiles[len(self.between) % len(self.tiles)])
+        self.between.append((begun, now()))
+
+    def fastest(self) -> Tile | None:
+        """None while that is not known: the device may be far behind."""
+        count = len(self.tiles)
+        if len(self.between) < count * _LAUNCHES or not self.between[count * _LAUNCHES - 1][1].query():
+            return None
+        took = [begun.elapsed_time(ended) for begun, ended in self.between[: count * _LAUNCHES]]
+        return self.tiles[min(range(count), key=lambda i: min(took[i::count]))]
+
+
+_trials: dict[str, _Trial] = {}
+
+
+def at_work(key: str, tiles: Sequence[Tile], launch: Callable[[Tile], None], now: Callable[[], Event]) -> None:
+    """Launches once, by the tile that takes least or on the way to finding it, see [Note: Measured at work]. now: an event
+    that the device comes to after all that it was given so far."""
+    if key not in _known and key not in _trials and not _remembered(key, tiles):
+        _trials[key] = _Trial(tiles)
+    if key in _known:
+        launch(_known[key])
+    else:
+        _trials[key].launch(launch, now)
+        if tile := _trials[key].fastest():
+            _remember(key, tile)
+            del _trials[key]
+
+
+def on_this_device(what: str) -> str:
+    """A key: `what`, on the GPU that is current, by the Triton that there is."""
+    import triton
+
+    return f"{what} {torch.cuda.get_device_name()} triton {triton.__version__}"
+
+
+def recorded() -> Event:
+    """An event on the current stream of a GPU."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "tiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _remembered(key: str, tiles: Sequence[Tile]) -> bool:
+    """Whether an earlier job found one. A file that has none of these is as none."""
     try:
-        found = json.loads(path.read_text())
-        return found["tile"] if found["key"] == key and found["tile"] in tiles else None
+        found = json.loads(_path(key).read_text())
+        known = found["key"] == key and found["tile"] in tiles
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return False
+    if known:
+        _known[key] = found["tile"]
+    return known
 
 
-def _measured(path: Path, key: str, tiles: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
-    tile = min(tiles, key=seconds)
-    write_at_once(path, json.dumps({"key": key, "tile": tile}))
-    return tile
+def _remember(key: str, tile: Tile) -> None:
+    _known[key] = tile
+    write_at_once(_path(key), json.dumps({"key": key, "tile": tile}))

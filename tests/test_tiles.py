@@ -1,0 +1,89 @@
+"""Tiles of kernels: measured once, remembered between jobs; by a repetition, or at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from autoshard.kernels import tuning
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_tile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, tried = [{"ROWS": n} for n in (4, 1, 2)], []
+
+    def seconds(tile: tuning.Tile) -> float:
+        tried.append(tile["ROWS"])
+        return float(tile["ROWS"])
+
+    def in_another_job(key: str) -> tuning.Tile:
+        monkeypatch.setattr(tuning, "_known", {})
+        return tuning.best(key, tiles, seconds)
+
+    assert in_another_job("kernel") == {"ROWS": 1} and tried == [4, 1, 2]
+    assert in_another_job("kernel") == {"ROWS": 1} and len(tried) == 3
+    assert in_another_job("other kernel") == {"ROWS": 1} and len(tried) == 6
+    for spoiled in ("", "{}", '{"key": "kernel", "tile": {"ROWS": 7}}'):
+        for file in (tmp_path / "autoshard" / "tiles").iterdir():
+            file.write_text(spoiled)
+        assert in_another_job("kernel") == {"ROWS": 1}
+    assert len(tried) == 15
+
+
+@dataclass
+class Device:
+    """A device that works through what it is given when told to: launches by a tile take as long as it has rows."""
+
+    given: list[int]
+    done: int = 0
+
+    def now(self) -> Moment:
+        return Moment(self, len(self.given))
+
+    def launch(self, tile: tuning.Tile) -> None:
+        self.given.append(tile["ROWS"])
+
+
+@dataclass
+class Moment:
+    device: Device
+    at: int
+
+    def query(self) -> bool:
+        return self.at <= self.device.done
+
+    def elapsed_time(self, end: Moment) -> float:
+        return float(sum(self.device.given[self.at : end.at]))
+
+
+@pytest.fixture
+def _new_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_trials", {})
+    return
+
+
+@pytest.mark.usefixtures("_new_job")
+def test_a_tile_is_found_at_work_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, device = [{"ROWS": n} for n in (4, 1, 2)], Device([])
+
+    def launch(count: int) -> list[int]:
+        for _ in range(count):
+            tuning.at_work("step", tiles, device.launch, device.now)
+        return device.given[-count:]
+
+    assert launch(9) == [4, 1, 2] * 3
+    assert launch(2) == [4, 1]  # the device has done nothing yet
+    device.done = 11
+    assert launch(3) == [2, 1, 1]  # known when the first of these has been launched
+    monkeypatch.setattr(tuning, "_known", {})  # another job
+    assert launch(2) == [1, 1]
+    tuning.at_work("other step", tiles, device.launch, device.now)
+    assert device.given[-1] == 4
