@@ -1,22 +1,26 @@
 """What each block of a model could save for its backward, and what a step would then take: what `choose_recompute` chooses
 from.
 
-[Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention) or that costly
-ones would be repeated for (dropout, whose mask is small) are ordered by the seconds that a saved byte spares. The first of
-them, the first two, and so on are what is worth saving: the points of a parametric cut through the block. Each is cut and
-simulated; blocks that are graphs of their own by themselves, all others together in the whole graph.
+[Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
+ones would be repeated for (dropout, whose mask is small), or that torch's own partition saves are ordered by the seconds that
+a saved byte spares. The first of them, the first two, and so on are what is worth saving: the points of a parametric cut through
+the block, from nothing to what torch saves. Each is cut and simulated; blocks that are graphs of their own by themselves, all
+others together in the whole graph.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from autoshard import torch_internals
 from autoshard.cost_model.program import Operation, Piece, Program
 from autoshard.cost_model.sizes import Size, bytes_of
 from autoshard.cost_model.work import kind_of
@@ -26,7 +30,7 @@ from autoshard.passes.recompute import backward_of, needed, operations, values_o
 from autoshard.plan import Plan
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
-LEVELS = 7  # of what a block may save, between nothing and what torch saves
+LEVELS = 10  # of what a block may save, between nothing and what torch saves
 _COSTLY = ("matmul", "convolution", "attention", "random")
 
 
@@ -54,7 +58,8 @@ class Savings:
     def blocks(self, plan: Plan) -> list[Block]:
         """The model's blocks in the order of forward, each with all that it could save."""
         plan = replace(plan, recompute=())
-        joint = {name: found for name, found in self.candidates(self.prepared.joint.graph).items() if name}
+        graph, kept = self.prepared.joint.graph, _kept(self.prepared.cut(plan))
+        joint = {name: found for name, found in self.candidates(graph, kept).items() if name}
         apart = [kind for kind in self.prepared.kinds if kind.names]
         usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)})
         options = {name: [option] for name, option in usual.items()}
@@ -70,31 +75,42 @@ class Savings:
                 options[name] = [_shifted(options[name][0], found, alone[0]) for found in alone]
         return [Block(name, tuple(found)) for name, found in options.items()]
 
-    def candidates(self, joint: GraphModule) -> dict[str | None, list[str]]:
-        """Policies for each block. See [Note: Candidates]."""
+    def candidates(self, joint: GraphModule, kept: Set[str]) -> dict[str | None, list[str]]:
+        """Policies for each block. kept: the names of what is saved where nothing is chosen. See [Note: Candidates]."""
         backward = backward_of(joint)
         wanted = needed(backward)
-        return {name: self._candidates(nodes, wanted) for name, nodes in values_of_blocks(joint, backward).items()}
+        return {name: self._candidates(nodes, wanted, kept) for name, nodes in values_of_blocks(joint, backward).items()}
 
-    def _candidates(self, nodes: Sequence[Node], wanted: set[Node]) -> list[str]:
-        found = {key: n for key, n in operations(nodes).items() if n in wanted and kind_of(n) in _COSTLY}
-        worth = sorted(found, key=lambda key: -self._seconds_a_byte(found[key], wanted))
+    def _candidates(self, nodes: Sequence[Node], wanted: set[Node], kept: Set[str]) -> list[str]:
+        usual = {_made_by(n) for n in nodes if n.name in kept}
+        found = {key: n for key, n in operations(nodes).items() if n in wanted and (kind_of(n) in _COSTLY or n in usual)}
+        saved, own = set(found.values()), set(nodes)
+        spared = {key: self._seconds_again(n, own, saved) / self._bytes_kept(n, wanted) for key, n in found.items()}
+        worth = sorted(found, key=lambda key: -spared[key])
         counts = sorted({round(i * len(worth) / LEVELS) for i in range(1, LEVELS + 1)} - {0})
         saves = [[key for key in found if key in worth[:count]] for count in counts]
         return ["full", *(" ".join(["save", *keys]) for keys in saves)]
 
-    def _seconds_a_byte(self, node: Node, wanted: set[Node]) -> float:
-        several = isinstance(node.meta["val"], (list, tuple))
-        kept = [user for user in node.users if user in wanted] if several else [node]
+    def _bytes_kept(self, node: Node, wanted: set[Node]) -> int:
+        kept = [user for user in node.users if user in wanted] if _is_several(node) else [node]
         made = sum(self._number(bytes_of(t)) for n in kept for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor))
-        return self.seconds_of(Operation(node, "forward", (), ())) / max(made, 1)
+        return max(made, 1)
+
+    def _seconds_again(self, node: Node, own: set[Node], saved: set[Node]) -> float:
+        """Of computing it from what is saved and what enters the block."""
+        chain, todo = {node}, [node]
+        while todo:
+            sources = {_made_by(n) for n in todo.pop().all_input_nodes} & own - saved - chain
+            chain |= sources
+            todo.extend(sources)
+        return sum(self.seconds_of(Operation(n, "forward", (), ())) for n in chain)
 
     def _number(self, size: Size) -> int:
         return self.prepared.captured.open.number(size)
 
     def _alone(self, kind: Kind) -> list[Option]:
         """Of a block by itself: the first is torch's own choice."""
-        (policies,) = self.candidates(kind.joint.graph).values()
+        (policies,) = self.candidates(kind.joint.graph, _kept(self.prepared.cut_kind(kind, "none"))).values()
         return [self._cut_alone(kind, policy) for policy in ("none", *policies)]
 
     def _cut_alone(self, kind: Kind, policy: str) -> Option:
@@ -138,6 +154,23 @@ def _inherited(block: Sequence[str | None], names: Collection[str]) -> Iterator[
     for name in block:
         current = name if name is not None and name in names else current
         yield current
+
+
+def _kept(cut: Rehearsed) -> set[str]:
+    """The names of what forward leaves for backward."""
+    outputs: Sequence[Any] = cut.forward.graph.output_node().args[0]  # type: ignore[assignment]
+    return {n.name for n in outputs[cut.results :] if isinstance(n, Node)}
+
+
+def _made_by(node: Node) -> Node:
+    """The operation whose result it is, or is a view of."""
+    while node.target is operator.getitem or torch_internals.is_view(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_several(node: Node) -> bool:
+    return isinstance(node.meta["val"], (list, tuple))
 
 
 def _saved(program: Program) -> Iterator[Piece]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config
@@ -49,6 +49,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OptimizedModule",
+    "RandomCall",
     "ThroughDynamo",
     "TorchDynamoException",
     "Tracing",
@@ -80,6 +81,7 @@ __all__ = [
     "norm_of_each",
     "original_of",
     "put_random_states_first",
+    "random_call",
     "recompile_limit",
     "rename",
     "restart_trace",
@@ -552,6 +554,28 @@ def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.Gr
     middle, start = end - len(states), end - len(states) - len(objects)
     values[start:end] = values[middle:end] + values[start:middle]
     output.args = (tuple(values),)
+
+
+class RandomCall(NamedTuple):
+    """A call of an operator that may draw numbers. saves: beside what it gives, the state that it began with."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    saves: bool
+
+
+def random_call(node: torch.fx.Node) -> RandomCall | None:
+    """What a partitioned graph calls under a random state that is saved or given again; None of any other call. Where states
+    are generators, as for CUDA graphs, they are told apart from outside, and nothing is saved. Seen: 2.11, 2.13."""
+    from torch._prims import rng_prims
+
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    if node.target in (rng_prims.run_and_save_rng_state, rng_prims.graphsafe_run_with_rng_state):
+        return RandomCall(node.args[0], node.args[1:], kwargs, node.target is rng_prims.run_and_save_rng_state)
+    if node.target is rng_prims.run_with_rng_state:
+        return RandomCall(node.args[1], node.args[2:], kwargs, False)
+    return None
 
 
 def job_store(prefix: str) -> Any:

@@ -33,7 +33,7 @@ from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.liveness import CATEGORIES
 from autoshard.cost_model.optimizer import NAMED, like, memory
-from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.program import Half, Operation, Program
 from autoshard.cost_model.work import Work, flops_of, work_of
 from autoshard.cost_model.workspace import workspace_of
 from autoshard.errors import ClusterError
@@ -380,14 +380,54 @@ def test_cheap_values_are_computed_where_they_are_read() -> None:
     assert readers and all(product in o.reads and heavy in o.reads for o in readers)
 
 
-@pytest.mark.parametrize(("highest", "until"), [(100, 2), (10, 1)])
-def test_dead_memory_waits_for_a_result_of_its_size_while_the_peak_allows(highest: int, until: int) -> None:
+def test_a_kernel_takes_in_what_it_reads_of_another_unless_something_lies_between() -> None:
+    graph = Graph()
+    aten = torch.ops.aten
+    mm, relu, sigmoid, add = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default, aten.sigmoid.default, aten.add.Tensor))
+    for between in (False, True):
+        program = Program()
+        product, heavy, first, last, second, *out = (program.add(8, "temporaries", i, i + 1) for i in range(7))
+        program.operations = [
+            Operation(mm, "forward", (), (product,), code=0),
+            Operation(sigmoid, "forward", (product,), (heavy,), code=0),
+            Operation(relu, "forward", (product, heavy), (first,), code=0),
+            Operation(mm, "forward", (first,) if between else (), (last,), code=0),
+            Operation(add, "forward", (product, heavy, last), (second,), code=0),
+            *(Operation(mm, "forward", (p,), (made,), code=0) for p, made in zip((first, second), out)),
+        ]
+        fused = fuse(program)
+        kernels = [[p.target for p in o.parts] for o in fused.operations if o.parts[1:]]
+        together = [sigmoid.target, relu.target] if between else [sigmoid.target, relu.target, add.target]
+        assert kernels == [together] and fused.pieces[heavy].bytes == (8 if between else 0)
+
+
+def test_what_autograd_makes_for_an_inlined_operation_is_there_from_backward_on() -> None:
+    graph = Graph()
+    mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
+    program = Program()
+    saved, tangent, cheap, made = (program.add(8, "temporaries", i, last) for i, last in ((0, 1), (1, 1), (1, 2), (2, 3)))
+    program.operations = [
+        Operation(mm, "forward", (), (saved,), code=0),
+        Operation(relu, "backward", (tangent,), (cheap,), code=1),
+        Operation(relu, "backward", (cheap,), (made,), code=1),
+        Operation(mm, "backward", (made, saved), (), code=1),
+    ]
+    fused = fuse(program)
+    assert len(fused.operations) == 3 and fused.pieces[tangent].made == 1
+
+
+@pytest.mark.parametrize(("half", "saved", "until"), [("backward", 100, 2), ("backward", 7, 1), ("forward", 100, 1)])
+def test_dead_memory_waits_for_a_result_of_its_size_while_what_was_saved_allows(half: Half, saved: int, until: int) -> None:
     mm = Graph().call_function(torch.ops.aten.mm.default, ())
     program = Program()
-    sizes = {0: highest, 1: 8, 2: 9, 3: 8}
-    pieces = [program.add(size, "temporaries", at, at) for at, size in sizes.items()]
-    program.operations = [Operation(mm, "forward", (), (p,), code=0) for p in pieces]
-    assert fuse(program).pieces[1].last == until
+    before = program.add(saved, "activations", 0, 1)
+    dead, other, made = (program.add(size, "temporaries", at, at) for at, size in ((1, 8), (2, 9), (3, 8)))
+    program.operations = [
+        Operation(mm, "forward", (), (before,), code=0),
+        Operation(mm, half, (before,), (dead,), code=1),
+        *(Operation(mm, half, (), (p,), code=1) for p in (other, made)),
+    ]
+    assert fuse(program).pieces[dead].last == until
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1)), min_size=1, max_size=6), st.floats(0, 1e12), st.floats(0, 1e12))

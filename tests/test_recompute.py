@@ -25,6 +25,7 @@ from autoshard.forecast import Forecaster
 from autoshard.passes.choose_recompute import Block, Option, choose, least
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
+from autoshard.rehearsal import rehearse
 from autoshard.report import plan_tables, rendered
 from tests import models
 from tests.cluster import Cluster as Processes
@@ -241,6 +242,26 @@ FAMILIES = {
     "vit": models.Case(partial(models.vit, 4), _pictures),
     "conv": models.Case(partial(models.ResNet, 16), models.features(32, 16, 10, 10), lambda out: out[1]),
 }
+
+
+def _targets(model: nn.Module, batch: Any) -> tuple[list[str], list[str]]:
+    """What forward and backward call where everything is computed again."""
+    captured = capture(model.train(), batch)
+    plan = make_plan(captured.inventory, Config(zero=0, recompute="full"), Circumstances(HERE, None))
+    graphs = rehearse(captured, plan, inductor=False)
+    assert graphs.backward is not None
+    forward, backward = (
+        [str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in (graphs.forward, graphs.backward)
+    )
+    return forward, backward
+
+
+def test_attention_without_dropout_is_repeated_without_random_states() -> None:
+    for targets in _targets(models.llama(2), TEXT(torch.Generator())):
+        assert sum("flash_attention_for_cpu.default" in t for t in targets) == 2
+        assert not any("rng_state" in t for t in targets)
+    for targets in _targets(Stack(), _x()):
+        assert sum("rng_state" in t for t in targets) == 6  # of three attentions and three dropouts
 
 
 @pytest.mark.parametrize("name", [in_full(name) for name in FAMILIES])

@@ -335,6 +335,20 @@ def test_random_states_are_saved_among_the_tensors() -> None:
     assert inputs == ["n", "x", "rng_state_output_0", "mesh", "tangent"]
 
 
+def test_a_random_call_is_seen_through_what_keeps_its_state() -> None:
+    from torch._prims import rng_prims
+
+    graph, dropout = torch.fx.Graph(), torch.ops.aten.native_dropout.default
+    x, state = graph.placeholder("x"), graph.placeholder("state")
+    given = (x, 0.1, True)
+    saves = graph.call_function(rng_prims.run_and_save_rng_state, (dropout, *given))
+    takes = graph.call_function(rng_prims.run_with_rng_state, (state, dropout, *given))
+    safe = graph.call_function(rng_prims.graphsafe_run_with_rng_state, (dropout, *given), {"rng_state": state})
+    plain = graph.call_function(dropout, given)
+    found = [torch_internals.random_call(node) for node in (saves, takes, safe, plain)]
+    assert found == [torch_internals.RandomCall(dropout, given, {}, saved) for saved in (True, False, False)] + [None]
+
+
 def test_what_comes_after_the_recompile_limit_is_not_compiled() -> None:
     graphs = []
 

@@ -34,8 +34,8 @@ def fuse(program: Program) -> Program:
         for members, operation in _generated(program, positions, inner) if code is not None else _alone(program, positions):
             moved.update(dict.fromkeys(members, len(out.operations)))
             out.operations.append(operation)
-    moved |= dict.fromkeys(gone, 0)  # nothing of them is left
     moved[len(program.operations)] = len(out.operations)
+    moved |= _first_behind(gone, moved)
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
     _follow_readers(out, moved, program, gone)
     counts = reuse.count(out)
@@ -91,6 +91,16 @@ def _over(members: list[Operation]) -> dict[int, tuple[int, ...]]:
         for i, operation in enumerate(members)
         for made in operation.makes
     }
+
+
+def _first_behind(gone: set[int], moved: dict[int, int]) -> dict[int, int]:
+    """For each operation that is gone where the first of those behind it is now: what autograd makes there begins there."""
+    found, first = {}, moved[max(moved)]
+    for at in range(max(moved), -1, -1):
+        first = min(first, moved.get(at, first))
+        if at in gone:
+            found[at] = first
+    return found
 
 
 def _moved(piece: Piece, moved: dict[int, int], inner: bool) -> Piece:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from autoshard.cost_model.generated import fusible, reduces
 from autoshard.cost_model.program import Program
 from autoshard.cost_model.sizes import Size
+from autoshard.cost_model.work import op_name
 
 _NEAR = 64  # how many operations apart Inductor still joins kernels that need not be one
 
@@ -29,6 +30,7 @@ class Kernels:
         for i, kernel in self.kernel.items():
             self.members.setdefault(kernel, []).append(i)
         self._side_by_side()
+        self.inner |= {p for p, i in self.maker.items() if self._is_within(p, i)}
 
     def _levels(self) -> dict[int, int]:
         """How many library calls lie, one behind the other, before each operation."""
@@ -39,10 +41,20 @@ class Kernels:
         return level
 
     def _is_inner(self, piece: int, maker: int) -> bool:
-        readers = self.readers.get(piece, [])
+        """Whether all that read it can be of its maker's kernel."""
+        alike = all(self.fusible[r] and self.level[r] == self.level[maker] for r in self.readers.get(piece, []))
+        return alike and self._is_passing(piece, maker)
+
+    def _is_within(self, piece: int, maker: int) -> bool:
+        """Whether all that read it are of its maker's kernel."""
+        alike = all(self.kernel[r] == self.kernel[maker] for r in self.readers.get(piece, []))
+        return alike and self._is_passing(piece, maker)
+
+    def _is_passing(self, piece: int, maker: int) -> bool:
+        """Whether nobody but its readers needs it stored. What is put together of parts is written part by part."""
+        operation, readers = self.program.operations[maker], self.readers.get(piece, [])
         stays = self.program.pieces[piece].last > max(readers, default=-1)
-        alike = all(self.fusible[r] and self.level[r] == self.level[maker] for r in readers)
-        return self.fusible[maker] and bool(readers) and alike and not stays
+        return self.fusible[maker] and bool(readers) and not stays and op_name(operation.node) != "cat"
 
     def _connected(self) -> dict[int, int]:
         """Each operation's kernel: operations that hand an inner piece to each other share one, named by the first."""
@@ -60,13 +72,12 @@ class Kernels:
         return {i: root(i) for i in self.positions}
 
     def _side_by_side(self) -> None:
-        """Pointwise kernels of one size that read a tensor of that size, and do not need each other, become one."""
-        for piece, readers in self.readers.items():
-            size = self.program.pieces[piece].bytes
-            first: int | None = None
+        """Pointwise kernels of one size that read the same tensor become one."""
+        for readers in self.readers.values():
+            first: dict[Size, int] = {}
             for kernel in dict.fromkeys(self.kernel[r] for r in readers):
-                if self._size(kernel) == size:
-                    first = self._joined(first, kernel)
+                if size := self._size(kernel):
+                    first[size] = self._joined(first.get(size), kernel)
 
     def _joined(self, first: int | None, kernel: int) -> int:
         """One kernel of both, if that can be; else the later one."""
@@ -86,8 +97,9 @@ class Kernels:
         return sizes.pop() if len(sizes) == 1 else 0
 
     def _needs(self, kernel: int, other: int) -> bool:
-        """Whether a kernel reads what comes of another."""
-        todo, seen = [kernel], {kernel}
+        """Whether a kernel reads what a third makes of what comes of another."""
+        seen = {kernel, *self._sources(self.members[kernel])} - {other}
+        todo = [k for k in seen if k != kernel]
         while todo:
             found = set(self._sources(self.members[todo.pop()])) - seen
             if other in found:

@@ -2,8 +2,9 @@
 
 [Note: Reuse] Before it writes a graph's code, Inductor looks at each allocation whether a buffer of the same size died
 before. If so that one is kept until then instead of freed, as long as the graph's highest moment, by Inductor's own
-count, stays as high as it is: a count that knows nothing of results written over inputs. So memory that is free by
-liveness is held; by as much as that count is above what is there. Seen: torch 2.11, 2.13.
+count, stays as high as it is. That is a count of what forward saved alone: the sizes of a graph's own buffers it learns only
+where it reorders for the peak, which we keep it from. So in backward memory that is free by liveness is held, as much as was
+saved; in forward only from one kernel to the next. Seen: torch 2.11, 2.13.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Counts = dict[range, NDArray[np.int64]]  # by where a graph that code is generat
 
 
 def count(program: Program) -> Counts:
-    """Inductor's count. Made before `keep_for_reuse`, and before results take inputs' places."""
+    """Inductor's count. Made before `keep_for_reuse`."""
     runs = itertools.groupby(range(len(program.operations)), lambda i: program.operations[i].code)
     found = [list(positions) for code, positions in runs if code is not None]
     return {graph: _bytes_at(program, graph) for graph in (range(f[0], f[-1] + 1) for f in found)}
@@ -31,11 +32,11 @@ def count(program: Program) -> Counts:
 
 def _bytes_at(program: Program, positions: range) -> NDArray[np.int64]:
     change = np.zeros(len(positions) + 1, dtype=np.int64)
-    for piece in program.pieces:
-        if piece.last < positions.start or piece.made >= positions.stop or piece.category in _OUTSIDE:
-            continue
-        change[max(piece.made - positions.start, 0)] += program.open.number(piece.bytes)
-        change[min(piece.last + 1, positions.stop) - positions.start] -= program.open.number(piece.bytes)
+    read = {piece for at in positions for piece in program.operations[at].reads}
+    for piece in (program.pieces[i] for i in read):
+        if piece.category not in _OUTSIDE and program.operations[piece.made].half != program.operations[positions.start].half:
+            change[0] += program.open.number(piece.bytes)
+            change[min(piece.last + 1, positions.stop) - positions.start] -= program.open.number(piece.bytes)
     return change.cumsum()[:-1]
 
 

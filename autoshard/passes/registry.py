@@ -20,6 +20,7 @@ from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.overlap import Overlap
+from autoshard.passes.plain_repeats import PlainRepeats
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
 from autoshard.passes.seed_dropout import SeedDropout
@@ -32,13 +33,14 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        TwoLevels, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, SeedDropout, FuseElementwise
+        TwoLevels, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, PlainRepeats, SeedDropout,
+        FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "two_levels,regather,recompute,bucket,compress,lower,overlap,early_matmuls,seed_dropout,fuse_elementwise"
+    "two_levels,regather,recompute,bucket,compress,lower,overlap,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
 
