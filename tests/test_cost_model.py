@@ -368,7 +368,7 @@ def test_cheap_values_are_computed_where_they_are_read() -> None:
         Operation(mm, "forward", (), (product,), code=0),
         Operation(relu, "forward", (product,), (cheap,), code=0),
         Operation(sigmoid, "forward", (product,), (heavy,), code=0),
-        *(Operation(mm, "forward", (product,), (p,), code=0) for p in products),
+        *(Operation(mm, "forward", (product, heavy), (p,), code=0) for p in products),
         *(Operation(graph.call_function(aten.add.Tensor, ()), "forward", (cheap, heavy, p), (), code=0) for p in products[:2]),
     ]
     for piece, last in ((product, 5), (cheap, 7), (heavy, 7), (products[0], 6), (products[1], 7), (products[2], 5)):

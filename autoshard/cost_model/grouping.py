@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.cost_model.generated import fusible, reduces
+from autoshard.cost_model.generated import fusible
 from autoshard.cost_model.program import Program
 from autoshard.cost_model.sizes import Size
 from autoshard.cost_model.work import op_name
@@ -72,7 +72,8 @@ class Kernels:
         return {i: root(i) for i in self.positions}
 
     def _side_by_side(self) -> None:
-        """Pointwise kernels of one size that read the same tensor become one."""
+        """Kernels of one size that read the same tensor become one, however small that is: so what backward computes again for a
+        block may move to where it is computed again for another."""
         for readers in self.readers.values():
             first: dict[Size, int] = {}
             for kernel in dict.fromkeys(self.kernel[r] for r in readers):
@@ -89,12 +90,12 @@ class Kernels:
         return stays
 
     def _size(self, kernel: int) -> Size:
-        """Bytes of each result of a pointwise kernel; 0 of others, and of one whose results differ."""
+        """Bytes of the largest piece that it goes through; 0 of what is no kernel."""
         members = [self.program.operations[i] for i in self.members[kernel]]
-        if not all(fusible(o) and not reduces(o) for o in members):
+        if not all(map(fusible, members)):
             return 0
-        sizes = {self.program.pieces[p].bytes for o in members for p in o.makes if p not in self.inner}
-        return sizes.pop() if len(sizes) == 1 else 0
+        touched = {p for o in members for p in (*o.reads, *o.makes)}
+        return max(self.program.open.number(self.program.pieces[p].bytes) for p in touched)
 
     def _needs(self, kernel: int, other: int) -> bool:
         """Whether a kernel reads what a third makes of what comes of another."""
