@@ -92,7 +92,8 @@ class Savings:
         return ["full", *(" ".join(["save", *keys]) for keys in saves)]
 
     def _bytes_kept(self, node: Node, wanted: set[Node]) -> int:
-        kept = [user for user in node.users if user in wanted] if _is_several(node) else [node]
+        several = isinstance(node.meta["val"], (list, tuple))
+        kept = [user for user in node.users if user in wanted] if several else [node]
         made = sum(self._number(bytes_of(t)) for n in kept for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor))
         return max(made, 1)
 
@@ -110,11 +111,12 @@ class Savings:
 
     def _alone(self, kind: Kind) -> list[Option]:
         """Of a block by itself: the first is torch's own choice."""
-        (policies,) = self.candidates(kind.joint.graph, _kept(self.prepared.cut_kind(kind, "none"))).values()
-        return [self._cut_alone(kind, policy) for policy in ("none", *policies)]
+        usual = self.prepared.cut_kind(kind, "none")
+        (policies,) = self.candidates(kind.joint.graph, _kept(usual)).values()
+        return [self._option("none", usual), *(self._option(p, self.prepared.cut_kind(kind, p)) for p in policies)]
 
-    def _cut_alone(self, kind: Kind, policy: str) -> Option:
-        step = self.simulate_alone(self.prepared.cut_kind(kind, policy))
+    def _option(self, policy: str, cut: Rehearsed) -> Option:
+        step = self.simulate_alone(cut)
         saved = sum(self._number(p.bytes) for p in _saved(step.program))
         return Option(policy, saved, max(step.totals), sum(step.seconds))
 
@@ -167,10 +169,6 @@ def _made_by(node: Node) -> Node:
     while node.target is operator.getitem or torch_internals.is_view(node.target):
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-def _is_several(node: Node) -> bool:
-    return isinstance(node.meta["val"], (list, tuple))
 
 
 def _saved(program: Program) -> Iterator[Piece]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +63,9 @@ class Moment:
 
 
 @pytest.fixture
-def _new_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _new_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(tuning, "_trials", {})
-    return
 
 
 @pytest.mark.usefixtures("_new_job")

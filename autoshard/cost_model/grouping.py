@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from autoshard.cost_model.generated import fusible
 from autoshard.cost_model.program import Program
-from autoshard.cost_model.sizes import Size
 from autoshard.cost_model.work import op_name
 
 _NEAR = 64  # how many operations apart Inductor still joins kernels that need not be one
@@ -75,7 +74,7 @@ class Kernels:
         """Kernels of one size that read the same tensor become one, however small that is: so what backward computes again for a
         block may move to where it is computed again for another."""
         for readers in self.readers.values():
-            first: dict[Size, int] = {}
+            first: dict[int, int] = {}
             for kernel in dict.fromkeys(self.kernel[r] for r in readers):
                 if size := self._size(kernel):
                     first[size] = self._joined(first.get(size), kernel)
@@ -89,7 +88,7 @@ class Kernels:
         self.kernel.update(dict.fromkeys(self.members[stays], stays))
         return stays
 
-    def _size(self, kernel: int) -> Size:
+    def _size(self, kernel: int) -> int:
         """Bytes of the largest piece that it goes through; 0 of what is no kernel."""
         members = [self.program.operations[i] for i in self.members[kernel]]
         if not all(map(fusible, members)):
