@@ -31,7 +31,7 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
 LEVELS = 10  # of what a block may save, between nothing and what torch saves
-_COSTLY = ("matmul", "convolution", "attention", "random")
+_COSTLY = ("matmul", "convolution", "attention", "random", "reduction")
 
 
 @dataclass(frozen=True)

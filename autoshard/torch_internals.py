@@ -73,6 +73,8 @@ __all__ = [
     "inductor_alone",
     "inner_inductor",
     "input_position",
+    "is_backward",
+    "is_forward",
     "is_view",
     "job_store",
     "leave_as_they_lie",
@@ -315,10 +317,52 @@ def suppressed_errors() -> bool:
 
 
 def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor's compilation of one graph, after AOTAutograd: what `compile_fx` calls by default."""
+    """Inductor's compilation of one graph, after AOTAutograd: what `compile_fx` calls by default. It frees at once what is dead,
+    where Inductor would keep it for a result of that size to come, which no allocator needs; and see `_joins_what_pays`."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(gm, inputs, **kwargs)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(allow_buffer_reuse=False))
+        if kwargs.get("is_backward"):
+            stack.enter_context(_joins_what_pays())
+        return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def _joins_what_pays() -> contextlib.AbstractContextManager[Any]:
+    """Inductor joins kernels that read one tensor, however small: so it would compute again for one block what it computes again
+    for another, and hold both. Here those that repeat what forward did join others only if they read as much in common as is
+    held longer. Choices that a user made stay. Seen: 2.11, 2.13."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            first, later = sorted((node1, node2), key=lambda node: node.min_order)
+            if (_repeats(first) or _repeats(later)) and shared_data_score < _held(scheduler, first, later):
+                return False
+            return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+
+    if type(V.choices) is not InductorChoices:
+        return contextlib.nullcontext()
+    return V.set_choices_handler(Choices())  # type: ignore[no-any-return]
+
+
+def _repeats(kernel: Any) -> bool:
+    """Whether a kernel of a backward graph computes something that forward did."""
+    origins = (o for n in kernel.get_nodes() if n.node is not None for o in n.node.get_origins())
+    return any(map(is_forward, origins))
+
+
+def _held(scheduler: Any, first: Any, later: Any) -> int:
+    """Bytes that one kernel of both holds longer than two: what the later writes, and where the first has to wait for what
+    the later needs, all that it reads; the larger."""
+    own = later.get_operation_names()
+    written = [d for d in later.read_writes.writes if not scheduler.can_buffer_be_removed_through_fusion(d.name, own)]
+    waits = any(scheduler.name_to_fused_node[name].min_order > first.max_order for name in later.ancestors)
+    read = first.read_writes.reads if waits else ()
+    return max(sum(map(scheduler.dep_size_hint, written)), sum(map(scheduler.dep_size_hint, read)))
 
 
 def wrap_compiled(compiled: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
@@ -378,6 +422,11 @@ def is_backward(node: torch.fx.Node) -> bool:
     """True of a node of a joint graph that AOTAutograd traced while it differentiated, gradients among them; a node that
     Inductor put in the place of others may not say. Seen: 2.11, 2.13."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def is_forward(node: torch.fx.Node) -> bool:
+    """True of a node that AOTAutograd traced as forward, wherever it stands now. Seen: 2.11, 2.13."""
+    return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
 
 
 def rename(node: torch.fx.Node, name: str) -> None:

@@ -33,7 +33,7 @@ from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.liveness import CATEGORIES
 from autoshard.cost_model.optimizer import NAMED, like, memory
-from autoshard.cost_model.program import Half, Operation, Program
+from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.work import Work, flops_of, work_of
 from autoshard.cost_model.workspace import workspace_of
 from autoshard.errors import ClusterError
@@ -416,18 +416,41 @@ def test_what_autograd_makes_for_an_inlined_operation_is_there_from_backward_on(
     assert len(fused.operations) == 3 and fused.pieces[tangent].made == 1
 
 
-@pytest.mark.parametrize(("half", "saved", "until"), [("backward", 100, 2), ("backward", 7, 1), ("forward", 100, 1)])
-def test_dead_memory_waits_for_a_result_of_its_size_while_what_was_saved_allows(half: Half, saved: int, until: int) -> None:
-    mm = Graph().call_function(torch.ops.aten.mm.default, ())
+@pytest.mark.parametrize(("shared", "waits", "joined"), [(16, False, True), (16, True, False), (2, False, False)])
+def test_what_backward_repeats_is_joined_only_where_that_pays(shared: int, waits: bool, joined: bool) -> None:
+    graph = Graph()
+    mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
+    relu.meta["partitioner_tag"] = "is_forward"
     program = Program()
-    before = program.add(saved, "activations", 0, 1)
-    dead, other, made = (program.add(size, "temporaries", at, at) for at, size in ((1, 8), (2, 9), (3, 8)))
+    common, own, other = (program.add(size, "activations", 0, 3) for size in (shared, 16, 16))
+    first, between, later = (program.add(size, "temporaries", at, at + 1) for at, size in ((1, 8), (2, 16), (3, 8)))
     program.operations = [
-        Operation(mm, "forward", (), (before,), code=0),
-        Operation(mm, half, (before,), (dead,), code=1),
-        *(Operation(mm, half, (), (p,), code=1) for p in (other, made)),
+        Operation(mm, "forward", (), (common, own, other), code=0),
+        Operation(relu, "backward", (common, own), (first,), code=1),
+        Operation(mm, "backward", (first,) if not waits else (other,), (between,), code=1),
+        Operation(relu, "backward", (common, between if waits else other), (later,), code=1),
+        Operation(mm, "backward", (first, later), (), code=1),
     ]
-    assert fuse(program).pieces[dead].last == until
+    assert any(set(o.makes) == {first, later} for o in fuse(program).operations) == joined
+
+
+def test_numbers_of_a_dropout_are_drawn_in_the_kernel_that_reads_them() -> None:
+    graph = Graph()
+    targets = (torch.ops.aten.mm.default, torch.ops.prims.inductor_seeds.default, torch.ops.prims.inductor_random.default)
+    mm, seeds, draw, add = (graph.call_function(op, ()) for op in (*targets, torch.ops.aten.add.Tensor))
+    program = Program()
+    seed = program.add(16, "temporaries", 0, 5, "inductor_seeds_default")
+    numbers, product, summed = zip(*([program.add(8, "temporaries", at, at) for at in range(3)] for _ in range(2)))
+    program.operations = [
+        Operation(seeds, "forward", (), (seed,), code=0),
+        Operation(draw, "forward", (seed,), (numbers[0],), code=0),
+        Operation(draw, "forward", (seed,), (numbers[1],), code=0),
+        *(Operation(mm, "forward", (), (p,), code=0) for p in product),
+        *(Operation(add, "forward", (n, p), (s,), code=0) for n, p, s in zip(numbers, product, summed)),
+        Operation(mm, "forward", summed, (), code=0),
+    ]
+    fused = fuse(program)
+    assert [fused.pieces[p].bytes for p in numbers] == [0, 0]
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1)), min_size=1, max_size=6), st.floats(0, 1e12), st.floats(0, 1e12))

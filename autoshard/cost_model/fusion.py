@@ -4,7 +4,8 @@
 bounds it. A value is stored if something reads it that is no part of its kernel: an operation that calls a library (a
 matmul, an attention, a collective), a kernel that needs such a one's result first, the next graph, the user. A kernel
 runs at its first operation, or as soon after as all that it reads is there. A result takes the place of an input of
-the same size that is read there for the last time, or of one that died before (see [Note: Reuse]).
+the same size that is read there for the last time. `torch_internals.inner_inductor` has Inductor do nothing that spares a
+moment and takes memory: keep what is dead until a result of its size comes, or compute for one block what is wanted for another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoshard.cost_model import reuse
 from autoshard.cost_model.generated import fusible
 from autoshard.cost_model.grouping import Kernels
 from autoshard.cost_model.inlining import inline
@@ -38,8 +38,7 @@ def fuse(program: Program) -> Program:
     moved |= _first_behind(gone, moved)
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
     _follow_readers(out, moved, program, gone)
-    counts = reuse.count(out)
-    reuse.keep_for_reuse(out, counts, _in_place(out))
+    _in_place(out)
     _channels_last(out)
     return out
 
@@ -125,11 +124,9 @@ def _last_of_forward(program: Program) -> int:
     return max((i for i, o in enumerate(program.operations) if o.half == "forward"), default=-1)
 
 
-def _in_place(out: Program) -> dict[int, int]:
+def _in_place(out: Program) -> None:
     """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier. An all-reduce is
-    a kernel that copies, and then changes the copy.
-    Such results, and whose memory they have."""
-    placed = {}
+    a kernel that copies, and then changes the copy."""
     for at, operation in enumerate(out.operations):
         if operation.code is None or not (fusible(operation) or operation.name == ALL_REDUCE):
             continue
@@ -140,8 +137,6 @@ def _in_place(out: Program) -> dict[int, int]:
             if fitting:
                 dying.remove(fitting[0])
                 out.pieces[fitting[0]].last = at - 1
-                placed[made] = fitting[0]
-    return placed
 
 
 def _channels_last(out: Program) -> None:

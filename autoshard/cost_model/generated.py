@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tag
 
 from autoshard.cost_model.program import Operation
-from autoshard.cost_model.work import kind_of
 
 _REDUCTIONS = frozenset(
     f"aten.{name}"
@@ -40,9 +39,3 @@ def is_generated(operation: Operation) -> bool:
 def reduces(operation: Operation) -> bool:
     """True of a sum or the like over elements."""
     return operation.name in _REDUCTIONS
-
-
-def allocated(operation: Operation) -> bool:
-    """True if generated code allocates what the operation makes: its own kernels and matmuls write to where it says, other
-    calls of libraries allocate themselves."""
-    return fusible(operation) or kind_of(operation.node) == "matmul"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autoshard import torch_internals
 from autoshard.cost_model.generated import fusible
-from autoshard.cost_model.program import Program
+from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.work import op_name
 
 _NEAR = 64  # how many operations apart Inductor still joins kernels that need not be one
@@ -16,13 +17,14 @@ class Kernels:
 
     def __init__(self, program: Program, positions: list[int]) -> None:
         self.program, self.positions = program, positions
+        self.bytes = [program.open.number(p.bytes) for p in program.pieces]
         self.maker = {p: i for i in positions for p in program.operations[i].makes}
         self.fusible = {i: fusible(program.operations[i]) for i in positions}
-        self.level = self._levels()
         self.readers: dict[int, list[int]] = {}
         for i in positions:
             for piece in program.operations[i].reads:
                 self.readers.setdefault(piece, []).append(i)
+        self.level = self._levels()
         self.inner = {p for p, i in self.maker.items() if self._is_inner(p, i)}
         self.kernel = self._connected()
         self.members: dict[int, list[int]] = {}
@@ -37,7 +39,19 @@ class Kernels:
         for i in self.positions:
             before = [self.maker[p] for p in self.program.operations[i].reads if p in self.maker]
             level[i] = max((level[b] + (not (self.fusible[i] and self.fusible[b])) for b in before), default=0)
+        for i in reversed([i for i in self.positions if self._is_free(i)]):
+            readers = [r for p in self.program.operations[i].makes for r in self.readers.get(p, [])]
+            level[i] = min((level[r] for r in readers), default=level[i])
         return level
+
+    def _is_free(self, position: int) -> bool:
+        """Whether an operation needs nothing but seeds (it draws a dropout's numbers, or makes a mask of them), and so can be of its
+        reader's kernel, whatever that waits for."""
+        reads = [p for p in self.program.operations[position].reads if not self._is_seeds(p)]
+        return self.fusible[position] and all(p in self.maker and self._is_free(self.maker[p]) for p in reads)
+
+    def _is_seeds(self, piece: int) -> bool:
+        return self.program.pieces[piece].maker.startswith("inductor_seeds")
 
     def _is_inner(self, piece: int, maker: int) -> bool:
         """Whether all that read it can be of its maker's kernel."""
@@ -71,9 +85,10 @@ class Kernels:
         return {i: root(i) for i in self.positions}
 
     def _side_by_side(self) -> None:
-        """Kernels of one size that read the same tensor become one, however small that is: so what backward computes again for a
-        block may move to where it is computed again for another."""
-        for readers in self.readers.values():
+        """Kernels of one size that read the same tensor become one, however small that is."""
+        for piece, readers in self.readers.items():
+            if self._is_seeds(piece):  # of which each reads one
+                continue
             first: dict[int, int] = {}
             for kernel in dict.fromkeys(self.kernel[r] for r in readers):
                 if size := self._size(kernel):
@@ -81,20 +96,50 @@ class Kernels:
 
     def _joined(self, first: int | None, kernel: int) -> int:
         """One kernel of both, if that can be; else the later one."""
-        if first is None or abs(kernel - first) > _NEAR or self._needs(kernel, first) or self._needs(first, kernel):
+        if first is None or abs(kernel - first) > _NEAR or not self._pays(*sorted((first, kernel))):
+            return kernel
+        if self._needs(kernel, first) or self._needs(first, kernel):
             return kernel
         stays, goes = sorted((first, kernel))
         self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
         self.kernel.update(dict.fromkeys(self.members[stays], stays))
         return stays
 
+    def _pays(self, first: int, later: int) -> bool:
+        """Whether Inductor may join two kernels that share a tensor: where one repeats what forward did, only what pays
+        (`torch_internals.inner_inductor`). What the later writes is held from the first's place on; and where the first has
+        to wait for what the later needs, so is what it reads."""
+        sources = self._sources(self.members[later])
+        if first in sources or not (self._repeats(first) or self._repeats(later)):
+            return True
+        waits = any(source > self.members[first][-1] for source in sources)
+        held = max(self._bytes(self._written(later)), self._bytes(self._read(first)) if waits else 0)
+        return self._bytes(self._touched(first) & self._touched(later)) >= held
+
+    def _repeats(self, kernel: int) -> bool:
+        """Whether a kernel of backward computes something that forward did."""
+        return any(o.half == "backward" and torch_internals.is_forward(o.node) for o in self._operations(kernel))
+
     def _size(self, kernel: int) -> int:
         """Bytes of the largest piece that it goes through; 0 of what is no kernel."""
-        members = [self.program.operations[i] for i in self.members[kernel]]
-        if not all(map(fusible, members)):
+        if not all(map(fusible, self._operations(kernel))):
             return 0
-        touched = {p for o in members for p in (*o.reads, *o.makes)}
-        return max(self.program.open.number(self.program.pieces[p].bytes) for p in touched)
+        return max(self.bytes[p] for p in self._touched(kernel))
+
+    def _operations(self, kernel: int) -> list[Operation]:
+        return [self.program.operations[i] for i in self.members[kernel]]
+
+    def _touched(self, kernel: int) -> set[int]:
+        return {p for o in self._operations(kernel) for p in (*o.reads, *o.makes)}
+
+    def _written(self, kernel: int) -> set[int]:
+        return {p for o in self._operations(kernel) for p in o.makes} - self.inner
+
+    def _read(self, kernel: int) -> set[int]:
+        return {p for o in self._operations(kernel) for p in o.reads if self.kernel.get(self.maker.get(p, -1)) != kernel}
+
+    def _bytes(self, pieces: Iterable[int]) -> int:
+        return sum(self.bytes[p] for p in pieces)
 
     def _needs(self, kernel: int, other: int) -> bool:
         """Whether a kernel reads what a third makes of what comes of another."""
