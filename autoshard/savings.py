@@ -2,8 +2,8 @@
 from.
 
 [Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
-ones would be repeated for (dropout, whose mask is small), or that torch's own partition saves are ordered by the seconds that
-a saved byte spares. The first of them, the first two, and so on are what is worth saving: the points of a parametric cut through
+ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
+saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on are what is worth saving: the points of a parametric cut through
 the block, from nothing to what torch saves. Each is cut and simulated; blocks that are graphs of their own by themselves, all
 others together in the whole graph.
 """

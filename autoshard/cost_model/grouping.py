@@ -39,16 +39,20 @@ class Kernels:
         for i in self.positions:
             before = [self.maker[p] for p in self.program.operations[i].reads if p in self.maker]
             level[i] = max((level[b] + (not (self.fusible[i] and self.fusible[b])) for b in before), default=0)
-        for i in reversed([i for i in self.positions if self._is_free(i)]):
+        for i in reversed(self._free()):
             readers = [r for p in self.program.operations[i].makes for r in self.readers.get(p, [])]
             level[i] = min((level[r] for r in readers), default=level[i])
         return level
 
-    def _is_free(self, position: int) -> bool:
-        """Whether an operation needs nothing but seeds (it draws a dropout's numbers, or makes a mask of them), and so can be of its
-        reader's kernel, whatever that waits for."""
-        reads = [p for p in self.program.operations[position].reads if not self._is_seeds(p)]
-        return self.fusible[position] and all(p in self.maker and self._is_free(self.maker[p]) for p in reads)
+    def _free(self) -> list[int]:
+        """The operations that need nothing but seeds (they draw a dropout's numbers, or make a mask of them), and so can be of
+        their reader's kernel, whatever that waits for."""
+        free: dict[int, None] = {}
+        for i in self.positions:
+            reads = (p for p in self.program.operations[i].reads if not self._is_seeds(p))
+            if self.fusible[i] and all(self.maker.get(p) in free for p in reads):
+                free[i] = None
+        return list(free)
 
     def _is_seeds(self, piece: int) -> bool:
         return self.program.pieces[piece].maker.startswith("inductor_seeds")
