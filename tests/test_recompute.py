@@ -270,6 +270,8 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
 )
 def test_the_peak_follows_the_budget(name: str, codegen: Codegen) -> None:
     """Predicted and measured, from all that torch saves down to the least that is possible."""
+    if codegen == "inductor" and torch.__version__ < (2, 13):
+        pytest.skip("how Inductor fuses is foreseen as torch 2.13 does")
     case = FAMILIES[name]
     batch = case.batch(torch.Generator().manual_seed(0))
     forecaster = _forecaster(case.build().train(), batch, codegen)
