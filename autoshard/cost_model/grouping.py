@@ -17,7 +17,6 @@ class Kernels:
 
     def __init__(self, program: Program, positions: list[int]) -> None:
         self.program, self.positions = program, positions
-        self.bytes = [program.open.number(p.bytes) for p in program.pieces]
         self.maker = {p: i for i in positions for p in program.operations[i].makes}
         self.fusible = {i: fusible(program.operations[i]) for i in positions}
         self.readers: dict[int, list[int]] = {}
@@ -100,11 +99,11 @@ class Kernels:
 
     def _joined(self, first: int | None, kernel: int) -> int:
         """One kernel of both, if that can be; else the later one."""
-        if first is None or abs(kernel - first) > _NEAR or not self._pays(*sorted((first, kernel))):
-            return kernel
-        if self._needs(kernel, first) or self._needs(first, kernel):
+        if first is None:
             return kernel
         stays, goes = sorted((first, kernel))
+        if goes - stays > _NEAR or not self._pays(stays, goes) or self._needs(goes, stays) or self._needs(stays, goes):
+            return kernel
         self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
         self.kernel.update(dict.fromkeys(self.members[stays], stays))
         return stays
@@ -113,11 +112,11 @@ class Kernels:
         """Whether Inductor may join two kernels that share a tensor: where one repeats what forward did, only what pays
         (`torch_internals.inner_inductor`). What the later writes is held from the first's place on; and where the first has
         to wait for what the later needs, so is what it reads."""
-        sources = self._sources(self.members[later])
+        sources = self._sources(later)
         if first in sources or not (self._repeats(first) or self._repeats(later)):
             return True
         waits = any(source > self.members[first][-1] for source in sources)
-        held = max(self._bytes(self._written(later)), self._bytes(self._read(first)) if waits else 0)
+        held = max(self._bytes(self._made(later) - self.inner), self._bytes(self._read(first)) if waits else 0)
         return self._bytes(self._touched(first) & self._touched(later)) >= held
 
     def _repeats(self, kernel: int) -> bool:
@@ -126,31 +125,34 @@ class Kernels:
 
     def _size(self, kernel: int) -> int:
         """Bytes of the largest piece that it goes through; 0 of what is no kernel."""
-        if not all(map(fusible, self._operations(kernel))):
+        if not all(self.fusible[i] for i in self.members[kernel]):
             return 0
-        return max(self.bytes[p] for p in self._touched(kernel))
+        return max(map(self._number, self._touched(kernel)))
 
     def _operations(self, kernel: int) -> list[Operation]:
         return [self.program.operations[i] for i in self.members[kernel]]
 
-    def _touched(self, kernel: int) -> set[int]:
-        return {p for o in self._operations(kernel) for p in (*o.reads, *o.makes)}
-
-    def _written(self, kernel: int) -> set[int]:
-        return {p for o in self._operations(kernel) for p in o.makes} - self.inner
+    def _made(self, kernel: int) -> set[int]:
+        return {p for o in self._operations(kernel) for p in o.makes}
 
     def _read(self, kernel: int) -> set[int]:
-        return {p for o in self._operations(kernel) for p in o.reads if self.kernel.get(self.maker.get(p, -1)) != kernel}
+        return {p for o in self._operations(kernel) for p in o.reads} - self._made(kernel)
+
+    def _touched(self, kernel: int) -> set[int]:
+        return self._read(kernel) | self._made(kernel)
+
+    def _number(self, piece: int) -> int:
+        return self.program.open.number(self.program.pieces[piece].bytes)
 
     def _bytes(self, pieces: Iterable[int]) -> int:
-        return sum(self.bytes[p] for p in pieces)
+        return sum(map(self._number, pieces))
 
     def _needs(self, kernel: int, other: int) -> bool:
         """Whether a kernel reads what a third makes of what comes of another."""
-        seen = {kernel, *self._sources(self.members[kernel])} - {other}
+        seen = {kernel, *self._sources(kernel)} - {other}
         todo = [k for k in seen if k != kernel]
         while todo:
-            found = set(self._sources(self.members[todo.pop()])) - seen
+            found = set(self._sources(todo.pop())) - seen
             if other in found:
                 return True
             seen |= found
@@ -170,7 +172,7 @@ class Kernels:
             if current in done:
                 todo.pop()
                 continue
-            waiting = [k for k in self._sources(self.members[current]) if k not in done and k != current and k not in todo]
+            waiting = [k for k in self._sources(current) if k not in done and k != current and k not in todo]
             if waiting:
                 todo.extend(waiting)
                 continue
@@ -178,6 +180,6 @@ class Kernels:
             todo.pop()
             yield self.members[current]
 
-    def _sources(self, positions: list[int]) -> list[int]:
-        reads = [p for i in positions for p in self.program.operations[i].reads]
-        return [self.kernel[self.maker[p]] for p in reads if p in self.maker]
+    def _sources(self, kernel: int) -> list[int]:
+        """The kernels that it reads from, itself among them."""
+        return [self.kernel[self.maker[p]] for o in self._operations(kernel) for p in o.reads if p in self.maker]
