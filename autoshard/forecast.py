@@ -31,7 +31,7 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
-TRIALS = 6  # how often a choice is simulated before the best that was found is taken
+TRIALS = 6  # how often a choice is simulated before the least is taken
 Key = tuple[object, ...]
 Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 
@@ -102,15 +102,15 @@ class Forecaster:
         if not blocks:
             return self(plan)
         best, target, lowest = self(plan), budget, least(blocks)
-        for _ in range(TRIALS):
-            taken = choose(blocks, target)
+        for trial in range(TRIALS):
+            taken = choose(blocks, target) if trial < TRIALS - 1 else None
             policies = [(b.name, o.policy) for b, o in zip(blocks, taken or lowest)]
             found = self(replace(plan, recompute=tuple((name, policy) for name, policy in policies if policy != "none")))
             best = found if _better(found, best, budget) else best
             over = found.predicted.peak_bytes - budget
             if over <= 0 or taken is None:
                 break
-            target -= over
+            target -= over << trial  # the same choice again has the same peak
         return best
 
     def _blocks(self, plan: Plan) -> list[Block]:

@@ -340,7 +340,9 @@ def _joins_what_pays() -> contextlib.AbstractContextManager[Any]:
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             first, later = sorted((node1, node2), key=lambda node: node.min_order)
-            if (_repeats(first) or _repeats(later)) and shared_data_score < _held(scheduler, first, later):
+            if _waits(scheduler, first, later):
+                return False
+            if (_repeats(first) or _repeats(later)) and shared_data_score < _written(scheduler, later):
                 return False
             return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
@@ -355,14 +357,16 @@ def _repeats(kernel: Any) -> bool:
     return any(map(is_forward, origins))
 
 
-def _held(scheduler: Any, first: Any, later: Any) -> int:
-    """Bytes that one kernel of both holds longer than two: what the later writes, and where the first has to wait for what
-    the later needs, all that it reads; the larger."""
-    own = later.get_operation_names()
-    written = [d for d in later.read_writes.writes if not scheduler.can_buffer_be_removed_through_fusion(d.name, own)]
-    waits = any(scheduler.name_to_fused_node[name].min_order > first.max_order for name in later.ancestors)
-    read = first.read_writes.reads if waits else ()
-    return max(sum(map(scheduler.dep_size_hint, written)), sum(map(scheduler.dep_size_hint, read)))
+def _waits(scheduler: Any, first: Any, later: Any) -> bool:
+    """Whether one kernel of both would have to wait for something that only the later needs."""
+    return any(scheduler.name_to_fused_node[name].min_order > first.max_order for name in later.ancestors)
+
+
+def _written(scheduler: Any, kernel: Any) -> int:
+    """Bytes that a kernel leaves for others."""
+    own = kernel.get_operation_names()
+    kept = [d for d in kernel.read_writes.writes if not scheduler.can_buffer_be_removed_through_fusion(d.name, own)]
+    return sum(map(scheduler.dep_size_hint, kept))
 
 
 def wrap_compiled(compiled: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:

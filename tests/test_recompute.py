@@ -266,7 +266,8 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "codegen"), [*(in_full(n, "eager") for n in FAMILIES), in_full("llama", "inductor"), in_full("gpt2", "inductor")]
+    ("name", "codegen"),
+    [*(in_full(name, "eager") for name in FAMILIES), *(in_full(name, "inductor") for name in ("llama", "gpt2", "bert", "vit"))],
 )
 def test_the_peak_follows_the_budget(name: str, codegen: Codegen) -> None:
     """Predicted and measured, from all that torch saves down to the least that is possible."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoshard.cost_model.generated import fusible
+from autoshard.cost_model.generated import fusible, reduces
 from autoshard.cost_model.grouping import Kernels
 from autoshard.cost_model.inlining import inline
 from autoshard.cost_model.program import ALL_REDUCE, Operation, Piece, Program
@@ -51,9 +51,9 @@ def _alone(program: Program, positions: Iterable[int]) -> Placed:
 
 
 def _generated(program: Program, positions: list[int], inner: set[int]) -> Placed:
-    """The kernels of one graph, whose inner pieces are put into `inner`."""
+    """The kernels of one graph, whose inner pieces are put into `inner`; not what one reduces, which it stores for itself."""
     kernels = Kernels(program, positions)
-    inner |= kernels.inner
+    inner |= {p for p in kernels.inner if not reduces(program.operations[kernels.maker[p]])}
     for members in kernels.in_order():
         yield members, _merged(program, [program.operations[i] for i in members], kernels.inner)
 

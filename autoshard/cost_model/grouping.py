@@ -88,12 +88,13 @@ class Kernels:
         return {i: root(i) for i in self.positions}
 
     def _side_by_side(self) -> None:
-        """Kernels of one size that read the same tensor become one, however small that is."""
+        """Kernels of one size that touch the same tensor become one, however small that is."""
         for piece, readers in self.readers.items():
             if self._is_seeds(piece):  # of which each reads one
                 continue
             first: dict[int, int] = {}
-            for kernel in dict.fromkeys(self.kernel[r] for r in readers):
+            touching = [self.maker[piece], *readers] if piece in self.maker else readers
+            for kernel in dict.fromkeys(self.kernel[i] for i in touching):
                 if size := self._size(kernel):
                     first[size] = self._joined(first.get(size), kernel)
 
@@ -113,11 +114,13 @@ class Kernels:
         (`torch_internals.inner_inductor`). What the later writes is held from the first's place on; and where the first has
         to wait for what the later needs, so is what it reads."""
         sources = self._sources(later)
-        if first in sources or not (self._repeats(first) or self._repeats(later)):
+        if first in sources or self.program.operations[first].half == "forward":
             return True
-        waits = any(source > self.members[first][-1] for source in sources)
-        held = max(self._bytes(self._made(later) - self.inner), self._bytes(self._read(first)) if waits else 0)
-        return self._bytes(self._touched(first) & self._touched(later)) >= held
+        if any(source > self.members[first][-1] for source in sources):
+            return False
+        if not (self._repeats(first) or self._repeats(later)):
+            return True
+        return self._bytes(self._touched(first) & self._touched(later)) >= self._bytes(self._made(later) - self.inner)
 
     def _repeats(self, kernel: int) -> bool:
         """Whether a kernel of backward computes something that forward did."""
