@@ -76,7 +76,7 @@ def _is_mask(operation: Operation) -> bool:
 
 def _over(members: list[Operation]) -> dict[int, tuple[int, ...]]:
     """Whose place each result of a kernel's members could take: that of what the member reads and nobody else in the kernel
-    but those whose results it needs."""
+    but those whose results it needs. What a sum is made of first, and then read again, takes a place and hands it on."""
     maker = {p: i for i, o in enumerate(members) for p in o.makes}
     readers: dict[int, set[int]] = {}
     before: list[set[int]] = []
@@ -85,11 +85,12 @@ def _over(members: list[Operation]) -> dict[int, tuple[int, ...]]:
         before.append({i}.union(direct, *(before[d] for d in direct)))
         for piece in operation.reads:
             readers.setdefault(piece, set()).add(i)
-    return {
-        made: tuple(p for p in operation.reads if p not in maker and readers[p] <= before[i])
-        for i, operation in enumerate(members)
-        for made in operation.makes
-    }
+    over: dict[int, tuple[int, ...]] = {}
+    for i, operation in enumerate(members):
+        handed = [over[p] for p in operation.reads if p in over and any(reduces(members[r]) for r in readers[p])]
+        places = (*(p for p in operation.reads if p not in maker), *itertools.chain(*handed))
+        over |= {made: tuple(p for p in places if readers[p] <= before[i]) for made in operation.makes}
+    return over
 
 
 def _first_behind(gone: set[int], moved: dict[int, int]) -> dict[int, int]:
