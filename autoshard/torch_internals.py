@@ -330,9 +330,10 @@ def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
 
 
 def _joins_what_pays() -> contextlib.AbstractContextManager[Any]:
-    """Inductor joins kernels that read one tensor, however small: so it would compute again for one block what it computes again
-    for another, and hold both. Here those that repeat what forward did join others only if they read as much in common as is
-    held longer. Choices that a user made stay. Seen: 2.11, 2.13."""
+    """Inductor joins kernels that read one tensor, however small and however far apart: so a gradient's sum waits for a block's
+    whole backward, and what one block needs is computed again for another, and both are held. Here no kernel waits for what
+    only the other needs, and those that repeat what forward did join others only if they read as much in common as the later
+    writes. Choices that a user made stay. Seen: 2.11, 2.13."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 

@@ -416,11 +416,14 @@ def test_what_autograd_makes_for_an_inlined_operation_is_there_from_backward_on(
     assert len(fused.operations) == 3 and fused.pieces[tangent].made == 1
 
 
-@pytest.mark.parametrize(("shared", "waits", "joined"), [(16, False, True), (16, True, False), (2, False, False)])
-def test_what_backward_repeats_is_joined_only_where_that_pays(shared: int, waits: bool, joined: bool) -> None:
+@pytest.mark.parametrize(
+    ("repeats", "shared", "waits", "joined"),
+    [(True, 16, False, True), (True, 2, False, False), (False, 2, False, True), (True, 16, True, False), (False, 16, True, False)],
+)
+def test_in_backward_only_what_pays_is_joined(repeats: bool, shared: int, waits: bool, joined: bool) -> None:
     graph = Graph()
     mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
-    relu.meta["partitioner_tag"] = "is_forward"
+    relu.meta["partitioner_tag"] = "is_forward" if repeats else "is_backward"
     program = Program()
     common, own, other = (program.add(size, "activations", 0, 3) for size in (shared, 16, 16))
     first, between, later = (program.add(size, "temporaries", at, at + 1) for at, size in ((1, 8), (2, 16), (3, 8)))
@@ -432,6 +435,41 @@ def test_what_backward_repeats_is_joined_only_where_that_pays(shared: int, waits
         Operation(mm, "backward", (first, later), (), code=1),
     ]
     assert any(set(o.makes) == {first, later} for o in fuse(program).operations) == joined
+
+
+def test_what_writes_a_saved_tensor_is_joined_with_what_reads_it() -> None:
+    graph = Graph()
+    mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
+    program = Program()
+    product, saved, made = (program.add(8, "activations", at, last) for at, last in ((0, 1), (1, 4), (2, 3)))
+    program.operations = [
+        Operation(mm, "forward", (), (product,), code=0),
+        Operation(relu, "forward", (product,), (saved,), code=0),
+        Operation(relu, "forward", (saved,), (made,), code=0),
+        Operation(mm, "forward", (made,), (), code=0),
+    ]
+    fused = fuse(program)
+    assert [set(o.makes) for o in fused.operations] == [{product}, {saved, made}, set()]
+    assert [fused.pieces[p].bytes for p in (saved, made)] == [8, 8]
+
+
+def test_what_a_kernel_sums_up_is_stored_while_it_runs_and_hands_its_place_on() -> None:
+    graph = Graph()
+    ops = (torch.ops.aten.mm.default, torch.ops.aten.exp.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.div.Tensor)
+    mm, exp, total, div = (graph.call_function(op, ()) for op in ops)
+    program = Program()
+    given, heavy, summed, made = (program.add(size, "temporaries", at, at + 1) for at, size in enumerate((8, 8, 2, 8)))
+    program.operations = [
+        Operation(mm, "forward", (), (given,), code=0),
+        Operation(exp, "forward", (given,), (heavy,), code=0),
+        Operation(total, "forward", (heavy,), (summed,), code=0),
+        Operation(div, "forward", (heavy, summed), (made,), code=0),
+        Operation(mm, "forward", (made,), (), code=0),
+    ]
+    program.pieces[heavy].last = 3
+    fused = fuse(program)
+    assert [fused.pieces[p].bytes for p in (given, heavy, summed, made)] == [8, 0, 2, 8]
+    assert [int(b) for b in liveness.simulate(fused).at().sum(1)][:3] == [8, 10, 8]  # the product's place is the quotient's
 
 
 def test_numbers_of_a_dropout_are_drawn_in_the_kernel_that_reads_them() -> None:

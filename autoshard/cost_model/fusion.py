@@ -4,8 +4,9 @@
 bounds it. A value is stored if something reads it that is no part of its kernel: an operation that calls a library (a
 matmul, an attention, a collective), a kernel that needs such a one's result first, the next graph, the user. A kernel
 runs at its first operation, or as soon after as all that it reads is there. A result takes the place of an input of
-the same size that is read there for the last time. `torch_internals.inner_inductor` has Inductor do nothing that spares a
-moment and takes memory: keep what is dead until a result of its size comes, or compute for one block what is wanted for another.
+the same size that is read there for the last time. What a kernel sums up and reads again it stores while it runs.
+`torch_internals.inner_inductor` has Inductor do nothing that spares a moment and takes memory: keep what is dead until a
+result of its size comes, let a kernel wait for another, or compute for one block what is wanted for another.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class Kernels:
         return stays
 
     def _pays(self, first: int, later: int) -> bool:
-        """Whether Inductor may join two kernels that share a tensor: where one repeats what forward did, only what pays
-        (`torch_internals.inner_inductor`). What the later writes is held from the first's place on; and where the first has
-        to wait for what the later needs, so is what it reads."""
+        """Whether Inductor may join two kernels that share a tensor: in backward none that would wait for what only the other
+        needs, and where one repeats what forward did, only if they read as much in common as the later writes, which is
+        held from the first's place on (`torch_internals.inner_inductor`)."""
         sources = self._sources(later)
         if first in sources or self.program.operations[first].half == "forward":
             return True
