@@ -138,11 +138,8 @@ class Kernels:
     def _made(self, kernel: int) -> set[int]:
         return {p for o in self._operations(kernel) for p in o.makes}
 
-    def _read(self, kernel: int) -> set[int]:
-        return {p for o in self._operations(kernel) for p in o.reads} - self._made(kernel)
-
     def _touched(self, kernel: int) -> set[int]:
-        return self._read(kernel) | self._made(kernel)
+        return {p for o in self._operations(kernel) for p in (*o.reads, *o.makes)}
 
     def _number(self, piece: int) -> int:
         return self.program.open.number(self.program.pieces[piece].bytes)
