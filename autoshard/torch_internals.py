@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,7 @@ from torch._library.fake_class_registry import (
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
 from torch.distributed.tensor import DTensor
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import flop_counter
 
 __all__ = [
     "SET_GRAD_ENABLED",
@@ -86,6 +87,7 @@ __all__ = [
     "random_call",
     "recompile_limit",
     "rename",
+    "repeats_a_product",
     "restart_trace",
     "rows_of_each",
     "share_memory",
@@ -325,15 +327,15 @@ def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(allow_buffer_reuse=False))
         if kwargs.get("is_backward"):
-            stack.enter_context(_joins_what_pays())
+            stack.enter_context(_joins_what_pays(patient=not repeats_a_product(gm.graph.nodes)))
         return compile_fx_inner(gm, inputs, **kwargs)
 
 
-def _joins_what_pays() -> contextlib.AbstractContextManager[Any]:
+def _joins_what_pays(patient: bool) -> contextlib.AbstractContextManager[Any]:
     """Inductor joins kernels that read one tensor, however small and however far apart: so a gradient's sum waits for a block's
-    whole backward, and what one block needs is computed again for another, and both are held. Here no kernel waits for what
-    only the other needs, and those that repeat what forward did join others only if they read as much in common as the later
-    writes. Choices that a user made stay. Seen: 2.11, 2.13."""
+    whole backward, and what one block needs is computed again for another, and both are held. Here those that repeat what
+    forward did join others only if they read as much in common as the later writes; and none waits for what only the other
+    needs, unless `patient`. Choices that a user made stay. Seen: 2.11, 2.13."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 
@@ -341,7 +343,7 @@ def _joins_what_pays() -> contextlib.AbstractContextManager[Any]:
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             first, later = sorted((node1, node2), key=lambda node: node.min_order)
-            if _waits(scheduler, first, later):
+            if not patient and _waits(scheduler, first, later):
                 return False
             if (_repeats(first) or _repeats(later)) and shared_data_score < _written(scheduler, later):
                 return False
@@ -432,6 +434,16 @@ def is_backward(node: torch.fx.Node) -> bool:
 def is_forward(node: torch.fx.Node) -> bool:
     """True of a node that AOTAutograd traced as forward, wherever it stands now. Seen: 2.11, 2.13."""
     return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+
+
+def repeats_a_product(nodes: Iterable[torch.fx.Node]) -> bool:
+    """Whether a matmul, a convolution or an attention of forward is among these nodes of a backward graph."""
+    return any(is_forward(node) and _is_product(node.target) for node in nodes)
+
+
+def _is_product(target: Any) -> bool:
+    packet = getattr(target, "overloadpacket", None)
+    return packet in flop_counter.flop_registry or "scaled_dot_product" in str(packet)  # CPU's attention is not registered
 
 
 def rename(node: torch.fx.Node, name: str) -> None:

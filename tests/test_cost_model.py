@@ -418,12 +418,21 @@ def test_what_autograd_makes_for_an_inlined_operation_is_there_from_backward_on(
 
 @pytest.mark.parametrize(
     ("repeats", "shared", "waits", "joined"),
-    [(True, 16, False, True), (True, 2, False, False), (False, 2, False, True), (True, 16, True, False), (False, 16, True, False)],
+    [
+        ("relu mm", 16, False, True),
+        ("relu", 2, False, False),
+        ("", 2, False, True),
+        ("relu mm", 16, True, False),
+        ("relu", 16, True, True),
+        ("mm", 16, True, False),
+        ("", 16, True, True),
+    ],
 )
-def test_in_backward_only_what_pays_is_joined(repeats: bool, shared: int, waits: bool, joined: bool) -> None:
+def test_in_backward_only_what_pays_is_joined(repeats: str, shared: int, waits: bool, joined: bool) -> None:
     graph = Graph()
     mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
-    relu.meta["partitioner_tag"] = "is_forward" if repeats else "is_backward"
+    for node, name in ((mm, "mm"), (relu, "relu")):
+        node.meta["partitioner_tag"] = "is_forward" if name in repeats.split() else "is_backward"
     program = Program()
     common, own, other = (program.add(size, "activations", 0, 3) for size in (shared, 16, 16))
     first, between, later = (program.add(size, "temporaries", at, at + 1) for at, size in ((1, 8), (2, 16), (3, 8)))

@@ -19,6 +19,8 @@ class Kernels:
         self.program, self.positions = program, positions
         self.maker = {p: i for i in positions for p in program.operations[i].makes}
         self.fusible = {i: fusible(program.operations[i]) for i in positions}
+        backward = (o.node for o in map(program.operations.__getitem__, positions) if o.half == "backward")
+        self.patient = not torch_internals.repeats_a_product(backward)
         self.readers: dict[int, list[int]] = {}
         for i in positions:
             for piece in program.operations[i].reads:
@@ -110,13 +112,13 @@ class Kernels:
         return stays
 
     def _pays(self, first: int, later: int) -> bool:
-        """Whether Inductor may join two kernels that share a tensor: in backward none that would wait for what only the other
-        needs, and where one repeats what forward did, only if they read as much in common as the later writes, which is
-        held from the first's place on (`torch_internals.inner_inductor`)."""
+        """Whether Inductor may join two kernels that share a tensor: in a backward that repeats matmuls or the like none that
+        would wait for what only the other needs, and where one repeats what forward did, only if they read as much in common
+        as the later writes, which is held from the first's place on (`torch_internals.inner_inductor`)."""
         sources = self._sources(later)
         if first in sources or self.program.operations[first].half == "forward":
             return True
-        if any(source > self.members[first][-1] for source in sources):
+        if not self.patient and any(source > self.members[first][-1] for source in sources):
             return False
         if not (self._repeats(first) or self._repeats(later)):
             return True
