@@ -128,6 +128,23 @@ def test_an_input_among_the_results_is_left_as_it_lies() -> None:
     assert strides(left=True) == (144, 9, 3, 1) and strides(left=False) == (144, 1, 48, 16)
 
 
+@pytest.mark.parametrize(("repeats", "size", "loops"), [("", 64, 1), ("mm", 48, 2), ("mul", 32, 2)])
+def test_what_backward_repeats_says_what_inductor_joins(repeats: str, size: int, loops: int) -> None:
+    """A sum and what waits for a matmul read one small tensor. Sizes differ since a cache knows graphs by their operations only."""
+
+    def backward(x: torch.Tensor, w: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + row, (x @ w) * row
+
+    given = [torch.randn(size, size), torch.randn(size, size), torch.randn(size)]
+    gm = make_fx(backward, tracing_mode="fake")(*given)
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_forward" if node.name == repeats else "is_backward"
+    examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    compiled = torch_internals.inner_inductor(gm, examples, is_backward=True)
+    assert compiled.source_code.count("#pragma omp for") == loops
+    torch.testing.assert_close(list(compiled(list(given))), list(backward(*given)))
+
+
 def test_inductor_takes_our_partitioner_and_inner_step() -> None:
     seen = []
 

@@ -6,7 +6,8 @@ matmul, an attention, a collective), a kernel that needs such a one's result fir
 runs at its first operation, or as soon after as all that it reads is there. A result takes the place of an input of
 the same size that is read there for the last time. What a kernel sums up and reads again it stores while it runs.
 `torch_internals.inner_inductor` has Inductor do nothing that spares a moment and takes memory: keep what is dead until a
-result of its size comes, let a kernel wait for another, or compute for one block what is wanted for another.
+result of its size comes, compute for one block what is wanted for another, or, in a backward that repeats matmuls, let a
+kernel wait for another.
 """
 
 from __future__ import annotations
