@@ -23,7 +23,14 @@ POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recom
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
 
 # The least that these numbers of a plan may be, and of what they are numbers.
-_LEAST = {"low_rank": (0, "columns"), "message": (0, "bytes"), "apart": (0, "bytes"), "ahead": (1, "groups"), "node": (0, "processes")}
+_LEAST = {
+    "low_rank": (0, "columns"),
+    "bucket": (0, "bytes"),
+    "message": (0, "bytes"),
+    "apart": (0, "bytes"),
+    "ahead": (1, "groups"),
+    "node": (0, "processes"),
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,8 @@ class Plan:
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
     low_rank: how many columns the two matrices have that travel in the place of a gradient (PowerSGD); 0: gradients travel.
+    bucket: bytes of a group's gradients that wait for each other to be reduced together, at most, but for one that has more by
+        itself; 0: all of a group's do.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
@@ -160,6 +169,7 @@ class Plan:
     reduce: str = ""
     compression: str = ""
     low_rank: int = 0
+    bucket: int = 0
     message: int = 0
     apart: int = 0
     ahead: int = 1
@@ -331,6 +341,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         reduce=data.get("reduce", ""),
         compression=data.get("compression", ""),
         low_rank=data.get("low_rank", 0),
+        bucket=data.get("bucket", 0),
         message=data.get("message", 0),
         apart=data.get("apart", 0),
         ahead=data.get("ahead", 1),

@@ -20,6 +20,7 @@ from autoshard.cost_model.step import GroupCost
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError, PlanError
 from autoshard.passes import graphs
+from autoshard.passes.choose_bucket import choose_bucket
 from autoshard.passes.choose_message import PIECES, UNMEASURED, choose_apart, choose_message
 from autoshard.plan import Plan
 from autoshard.planning import first_look
@@ -233,6 +234,58 @@ def test_messages_are_cut_where_smaller_ones_take_less() -> None:
     assert choose_message(_group(2), Machines(1, 2, cpu)) == 0
     assert choose_message(_group(2, 1000), Machines(2, 1, cpu)) == 0
     assert choose_message(_group(16), Machines(2, 8, DEVICES["h100"])) == 0
+
+
+def _with_bucket(name: str, zero: int, world: int, bucket: int, **options: Any) -> autoshard.Plan:
+    """A plan with such buckets, and what is predicted of it."""
+    case, machines = CASES[name], Machines(1, world, DEVICES["cpu"])
+    batch = case.batch(torch.Generator())
+    plan = replace(autoshard.plan(case.build(), batch, config(zero, **options), machines), bucket=bucket)
+    return autoshard.plan(case.build(), batch, config("auto", plan=plan, replicate_below="auto"), machines)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "codegen"),
+    [("attention", 0, "eager"), ("odd", 2, "eager"), in_full("llama", 3, "eager"), in_full("llama", 0, "inductor")],
+)
+def test_in_buckets_of_a_few_gradients(two: Cluster, name: str, zero: int, codegen: str) -> None:
+    plan = _with_bucket(name, zero, 2, 300)
+    for distance in two.run(measure, name, config("auto", plan=plan, codegen=codegen, replicate_below="auto")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.full
+def test_in_buckets_over_two_axes(four: Cluster) -> None:
+    plan = _with_bucket("odd", 3, 4, 300, mesh={"replicate": 2, "shard": 2})
+    for distance in four.run(measure, "odd", config("auto", plan=plan, replicate_below="auto")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize(("name", "zero"), [("llama", 0), ("llama", 3), ("gpt2", 0)])
+def test_buckets_predicted_are_those_made(name: str, zero: int) -> None:
+    case, counts = CASES[name], []
+    for bucket in (0, 300):
+        plan = _with_bucket(name, zero, 2, bucket)
+        made = rehearse(capture(case.build(), case.batch(torch.Generator())), plan, inductor=False)
+        counts.append(sum(map(graphs.reduces, made.backward.graph.nodes)))
+        assert counts[-1] == sum(t.messages for t in plan.predicted.traffic if t.phase == "backward" and t.collective != "all_gather")
+    assert counts[1] > counts[0]
+
+
+def test_a_bucket_is_as_small_as_costs_next_to_nothing() -> None:
+    cpu = DEVICES["cpu"]
+    whole = GroupCost(2**21, 2**21, 4, 4, 4, 1, 1, 1, 2, "reduce_scatter")
+
+    def chosen(seconds: tuple[float, ...]) -> int:
+        table = tuple(zip((MIB / 2, MIB, 2 * MIB, 8 * MIB), seconds))
+        return choose_bucket([whole], Machines(2, 1, replace(cpu, tables={"all_reduce@2/2": table})))
+
+    assert chosen((0.5, 1, 2, 8)) == MIB / 2
+    assert chosen((0.9, 1.05, 2, 8)) == MIB
+    assert chosen((2, 2.5, 4, 8)) == 0
+    assert choose_bucket([whole], Machines(2, 8, DEVICES["h100"])) == 0
+    assert choose_bucket([], Machines(2, 1, cpu)) == 0
+    assert not first_look(Sum(), config(0), Machines(2, 1, cpu)).bucket
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 2**34))

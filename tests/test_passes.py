@@ -22,10 +22,9 @@ from autoshard.codegen import Compilation
 from autoshard.console import Phases
 from autoshard.errors import PassError
 from autoshard.inventory import take_inventory
+from autoshard.passes import bucket, registry
 from autoshard.passes import graphs as passgraphs
-from autoshard.passes import registry
 from autoshard.passes.base import Context
-from autoshard.passes.bucket import Bucket
 from autoshard.passes.choose_zero import make_plan
 from autoshard.passes.dump import Dump
 from autoshard.passes.early_matmuls import EarlyMatmuls
@@ -328,6 +327,43 @@ def test_buckets_can_be_cut() -> None:
     assert len(collectives(graphs["forward"])) == 7  # each layer's weight (1 MB) and bias apart
 
 
+class Pairs(nn.Module):
+    """Three blocks of two matrices of 64 kB, one of which has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128, bias=False)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+def test_gradients_are_reduced_as_soon_as_a_bucket_of_them_is_there() -> None:
+    """The first with two products of backward done, not four; a bias goes with its matrix."""
+    found = []
+    for size in (0, 66_000):
+        model = Pairs()
+        gm = rewritten(model, torch.randn(4, 128), replace(plan_for(model, 0), bucket=size))["backward"]
+        nodes = list(gm.graph.nodes)
+        done = [sum(_kind(n) == "mm" for n in nodes[:i]) for i, n in enumerate(nodes) if passgraphs.reduces(n)]
+        found.append(([n.split()[1] for n in collectives(gm)], done))
+    assert found[0] == (["32896"] * 3, [4, 8, 11]), found[0]
+    assert found[1] == (["16384", "16512"] * 3, [2, 4, 6, 8, 10, 11]), found[1]
+
+
+def test_reductions_are_waited_for_two_groups_later_however_they_are_cut() -> None:
+    found = []
+    for size in (0, 66_000):
+        model = Pairs()
+        gm = rewritten(model, torch.randn(4, 128), replace(plan_for(model, 2), bucket=size))["backward"]
+        at = passgraphs.positions(gm.graph)
+        starts = [n for n in gm.graph.nodes if passgraphs.reduces(n)]
+        found.append([sum(at[start] < at[next(iter(first.users))] for start in starts) for first in starts])
+    assert found == [[3, 3, 3], [5, 5, 6, 6, 6, 6]], found
+
+
 def test_every_process_cuts_buckets_alike() -> None:
     """By what is whole: of the last rows some processes have fewer."""
     whole, rows, ours = torch.empty(3, 100), [torch.empty(n, 100) for n in (2, 1)], []
@@ -337,7 +373,7 @@ def test_every_process_cuts_buckets_alike() -> None:
         members = [graph.call_function(passgraphs.REDUCE_GRAD, (g, list(own.shape), own.dtype, "size=2 mean=2", "p")) for g in given]
         for node, value in [*((g, whole) for g in given), *((m, own) for m in members)]:
             node.meta["val"] = value
-        ours.append([len(part) for part in Bucket(mb=0.003)._cut(members)])
+        ours.append([len(part) for part in bucket._cut(members, 3000)])
     assert ours[0] == ours[1] == [2, 2]
 
 

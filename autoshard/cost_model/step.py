@@ -21,8 +21,8 @@ class GroupCost:
     """What the model needs to know of a group of parameters.
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
-    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. Degrees, reduction,
-    message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
+    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of the gradients that are reduced
+    together. Degrees, reduction, message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
     the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
     for which `residue` are kept.
     """
@@ -38,6 +38,7 @@ class GroupCost:
     replicas: int
     reduction: str
     compress_itemsize: int = 0
+    buckets: tuple[int, ...] = ()
     message: int = 0
     node: int = 0
     apart: tuple[int, ...] = ()
@@ -53,7 +54,16 @@ class GroupCost:
     @property
     def reduced_bytes(self) -> int:
         """What travels to be reduced, whole."""
-        return (self.trained - self.low_rank) * (self.compress_itemsize if self.compressed else self.reduce_itemsize)
+        return (self.trained - self.low_rank) * self._travels
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """The same by buckets."""
+        return [elements * self._travels for elements in self.buckets if elements] or [b for b in [self.reduced_bytes] if b]
+
+    @property
+    def _travels(self) -> int:
+        return self.compress_itemsize if self.compressed else self.reduce_itemsize
 
 
 def levels(g: GroupCost, cluster: Cluster) -> list[tuple[int, Group]]:
@@ -102,16 +112,15 @@ def traffic(groups: Iterable[GroupCost], cluster: Cluster) -> list[tuple[str, st
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for g in groups:
         for collective, phase, payload, group, most in _messages(g, cluster):
-            entry, parts = total[collective, phase], -(-payload // most) if most else 1
+            entry, (parts, took) = total[collective, phase], _seconds(collective, payload, group, most, cluster)
             entry[0] += parts
             entry[1] += collectives.bytes_sent(collective, payload, group, cluster.device)
-            entry[2] += parts * collectives.seconds(collective, -(-payload // max(parts, 1)), group, cluster.device)
+            entry[2] += took
     return [(c, p, int(n), int(b), s) for (c, p), (n, b, s) in total.items()]
 
 
 def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, Group, int]]:
     """(collective, phase, payload bytes, processes, the most bytes in one message) of one group in one step."""
-    replicas = cluster.group(g.replicas, g.optimizer_degree)
     steps = levels(g, cluster) if g.optimizer_degree > 1 else []
     whole = g.elements * g.compute_itemsize
     for part, over in steps:
@@ -121,11 +130,31 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
         for phase in ("forward", "backward") if again else ("forward",):
             for payload in (*alone, *filter(None, [whole - sum(alone)])):
                 yield "all_gather", phase, payload // part, over, most
-        if g.trained:
-            yield g.reduction, "backward", g.reduced_bytes // part, over, most
+    for payload in g.bucket_bytes:
+        for collective, sent, over, most in _reductions(g, payload, cluster):
+            yield collective, "backward", sent, over, most
     if g.thin and g.replicas > 1:
         for _ in ("left", "right"):
-            yield "all_reduce", "backward", g.thin * 4 // 2, replicas, 0
-    if g.reduced_bytes and g.replicas > 1:
+            yield "all_reduce", "backward", g.thin * 4 // 2, cluster.group(g.replicas, g.optimizer_degree), 0
+
+
+def _reductions(g: GroupCost, payload: int, cluster: Cluster) -> Iterable[tuple[str, int, Group, int]]:
+    """(collective, payload bytes, processes, the most bytes in one message) of one bucket of so many bytes of whole gradients."""
+    steps = levels(g, cluster) if g.optimizer_degree > 1 else []
+    for part, over in reversed(steps):
+        inside = len(steps) > 1 and part == 1
+        yield g.reduction, payload // part, over, 0 if inside else g.message // part
+    if payload and g.replicas > 1:
         for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
-            yield collective, "backward", g.reduced_bytes // g.optimizer_degree, replicas, 0
+            yield collective, payload // g.optimizer_degree, cluster.group(g.replicas, g.optimizer_degree), 0
+
+
+def reduction_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:
+    """What it takes to reduce a bucket of so many bytes of whole gradients."""
+    return sum(_seconds(*each, cluster)[1] for each in _reductions(g, payload, cluster))
+
+
+def _seconds(collective: str, payload: int, group: Group, most: int, cluster: Cluster) -> tuple[int, float]:
+    """In how many messages a payload goes, and what they take."""
+    parts = -(-payload // most) if most else 1
+    return parts, parts * collectives.seconds(collective, -(-payload // max(parts, 1)), group, cluster.device)

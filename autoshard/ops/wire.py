@@ -90,6 +90,20 @@ def cut(sizes: tuple[int, ...], most: int) -> tuple[Piece, ...]:
     )
 
 
+def runs(sizes: Sequence[int], most: float) -> list[list[int]]:
+    """Runs of neighbours whose sizes add up to at most `most`, by position; 0: all in one. One that is larger has a run of its own,
+    with those in front of it that are not worth one."""
+    found: list[list[int]] = [[]]
+    total = 0
+    for i, size in enumerate(sizes):
+        total += size
+        if most and total > most and total - size > most / 8:
+            found.append([])
+            total = size
+        found[-1].append(i)
+    return found
+
+
 def lengths(piece: Piece) -> list[int]:
     """How many elements of a process of each parameter are in it."""
     return [end - begin for _, begin, end in piece]

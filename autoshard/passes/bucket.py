@@ -1,4 +1,5 @@
-"""Rewrite: one bucket a group of parameters, direction and step, in the plan's order.
+"""Rewrite: one bucket a group of parameters, direction and step, in the plan's order; of gradients several, if the plan says so,
+those first that backward has first.
 
 [Note: Order of collectives]
 Every process must issue the same collectives in the same order, and each compiles alone. So the order comes
@@ -28,7 +29,7 @@ Key = tuple[int, Any, Any]  # (position of the group, layout, dtypes in and out)
 
 @dataclass(frozen=True)
 class Bucket:
-    """mb: a group is cut into buckets of at most this many megabytes; 0 leaves it in one."""
+    """mb: a group is cut into buckets of at most this many megabytes; 0: as the plan says."""
 
     mb: float = 0.0
 
@@ -50,7 +51,8 @@ class Bucket:
         last: Node | None = None
         for members in sorted([*low_rank, *reduced], key=lambda m: -order[str(m[0].args[4])]):
             put = _approximate if graphs.is_call(members[0], graphs.MEAN_LOW_RANK) else _reduce
-            last = put(gm, members, after=last)
+            group = order[str(members[0].args[4])]
+            last = put(gm, members, after=last, group=group)
         return gm
 
     def _grouped(
@@ -64,23 +66,15 @@ class Bucket:
             groups[position, layout, dtypes].append(node)
         keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of
-        ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]]) for k in keys]  # type: ignore[index]
-        return [part for members in ordered for part in self._cut(members)]
+        ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]], reverse=reverse) for k in keys]  # type: ignore[index]
+        most = self.mb * 1e6 or (context.plan.bucket if op is graphs.REDUCE_GRAD else 0)
+        return [part for members in ordered for part in _cut(members, most)]
 
-    def _cut(self, members: list[Node]) -> list[list[Node]]:
-        """Runs of members of at most `mb` megabytes each, of what is whole: rows are not as many on every process."""
-        if self.mb <= 0:
-            return [members]
-        parts: list[list[Node]] = [[]]
-        size = 0
-        for node in members:
-            value = _first(node if graphs.is_call(node, graphs.UNSHARD) else node.args[0])
-            size += value.numel() * value.element_size()
-            if parts[-1] and size > self.mb * 1e6:
-                parts.append([])
-                size = value.numel() * value.element_size()
-            parts[-1].append(node)
-        return parts
+
+def _cut(members: list[Node], most: float) -> list[list[Node]]:
+    """Runs of members of at most so many bytes each, of what is whole: rows are not as many on every process."""
+    values = [_first(node if graphs.is_call(node, graphs.UNSHARD) else node.args[0]) for node in members]
+    return [[members[i] for i in run] for run in wire.runs([value.numel() * value.element_size() for value in values], most)]
 
 
 def _first(given: Any) -> torch.Tensor:
@@ -119,7 +113,7 @@ def _as_early_as(shard: Any, first: Node, at: dict[Node, int]) -> Node:
     return shard
 
 
-def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
+def _reduce(gm: GraphModule, members: list[Node], after: Node | None, group: int) -> Node:
     """One reduce_bucket where the last gradient is there, and not before the reduction that precedes it."""
     at = graphs.positions(gm.graph)
     last = max([*members, *([after] if after else [])], key=at.__getitem__)
@@ -138,6 +132,7 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
                 members[0].args[3],
             ),
         )
+    bucket.meta["group"] = group
     last = _hand_out(gm, bucket, members)
     for node in dependent:
         last.append(node)
@@ -145,13 +140,14 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
     return last
 
 
-def _approximate(gm: GraphModule, members: list[Node], after: Node | None) -> Node:
+def _approximate(gm: GraphModule, members: list[Node], after: Node | None, group: int) -> Node:
     """One mean_low_rank of them all, where the last gradient is there, and not before the reduction that precedes it."""
     at = graphs.positions(gm.graph)
     last = max([*members, *([after] if after else [])], key=at.__getitem__)
     with gm.graph.inserting_after(last):
         given: list[Any] = [[m.args[i][0] for m in members] for i in range(3)]  # type: ignore[index]
         bucket = gm.graph.call_function(graphs.MEAN_LOW_RANK, (*given, members[0].args[3], _names(members, 4)))
+    bucket.meta["group"] = group
     results = [_item(m, i) for i in range(3) for m in members]
     dependent = graphs.dependents(gm, results)
     last = _hand_out(gm, bucket, results)

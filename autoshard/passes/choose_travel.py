@@ -1,5 +1,5 @@
 """Decision: how the rows of a plan travel. In one step or two (`choose_hierarchy`), by which collective (`choose_reduction`), in how
-many messages and which parameters by themselves (`choose_message`)."""
+many messages and which parameters by themselves (`choose_message`), and how many gradients together (`choose_bucket`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.errors import ConfigError
 from autoshard.inventory import Inventory
+from autoshard.passes.choose_bucket import choose_bucket
 from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
 from autoshard.passes.choose_message import choose_apart, choose_message
 from autoshard.passes.choose_reduction import choose_reduction
@@ -23,7 +24,7 @@ def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy:
     """The plan with all of that. hierarchy: as in `Config`; ConfigError if that is not possible here."""
     plan = _with_hierarchy(plan, inventory, cluster, hierarchy)
     plan = _with_messages(_with_reductions(plan, inventory, cluster), inventory, cluster)
-    return _with_some_apart(plan, inventory, cluster)
+    return _with_buckets(_with_some_apart(plan, inventory, cluster), inventory, cluster)
 
 
 def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
@@ -101,3 +102,10 @@ def _with_some_apart(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     if not count:
         return plan
     return found.because(f"{counted(count, 'parameter', 'parameters')} of {bytes_text(found.apart)} or more: gathered apart, with less to copy")
+
+
+def _with_buckets(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    most = 0 if plan.leaves_alone else choose_bucket(costs_of(plan, inventory), cluster)
+    if not most:
+        return plan
+    return replace(plan, bucket=most).because(f"gradients are reduced as soon as {bytes_text(most)} of a group's are there")

@@ -39,6 +39,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         replicas=plan.world // group.degrees.optimizer,
         reduction=group.reduction,
         compress_itemsize=_itemsize(plan.compression, 0),
+        buckets=_buckets(plan, [p for p in trained if p not in thinned], compute),
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
         apart=_apart(plan, group, infos),
@@ -46,6 +47,12 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         thin=sum(thin(p.shape, plan.low_rank) for p in thinned),
         residue=sum(math.prod(shape) for p in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
+
+
+def _buckets(plan: Plan, reduced: Sequence[ParameterInfo], itemsize: int) -> tuple[int, ...]:
+    """Elements of the gradients that are reduced together; they come in the reverse of the order of use."""
+    backwards = [p.elements for p in reversed(reduced)]
+    return tuple(sum(backwards[i] for i in run) for run in wire.runs([n * itemsize for n in backwards], plan.bucket))
 
 
 def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:

@@ -184,6 +184,7 @@ def inline(gm: GraphModule, node: Node, ops: GraphModule) -> None:
         result: Any = gm.graph.graph_copy(ops.graph, copies)
     for copied in set(copies.values()) - set(_tensors(node)):
         copied.meta["part_of"], copied.meta["part"] = str(node.target), node.name
+        copied.meta["group"] = node.meta.get("group", node.name)
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
         gm.graph.erase_node(node)

@@ -1,6 +1,6 @@
-"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two buckets later.
+"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later.
 
-With two reductions on their way the link never waits for the computation, and no more than their buckets are held.
+With those of two groups on their way the link never waits for the computation, and no more than their buckets are held.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autoshard.passes.base import Context, Stage
 
 @dataclass(frozen=True)
 class Overlap:
-    """ahead: how many buckets before its use a gather starts; 0: as the plan says. behind: how many reductions start before
-    one is waited for."""
+    """ahead: how many buckets before its use a gather starts; 0: as the plan says. behind: reductions of how many groups start
+    before one is waited for."""
 
     ahead: int = 0
     behind: int = 2
@@ -60,13 +60,14 @@ class Overlap:
         """Moves the wait of each reduction, and what is done with what it brought, behind the start of a later one or to the
         end. Where a second collective takes the first's result, that is waited for later still."""
         buckets = _messages([node for node in gm.graph.nodes if graphs.reduces(node)])
+        turns = _turns(buckets)
         end, settled = gm.graph.output_node(), set[Node]()
         for i, bucket in reversed(list(enumerate(buckets))):
             waits = [next(iter(start.users)) for start in bucket]
             dependents = set(graphs.dependents(gm, waits)) | set(waits)
             chain = [node for node in gm.graph.nodes if node in dependents and node not in settled]
             settled.update(chain)
-            later = [b for b in buckets[i + self.behind :] if not dependents.intersection(b)]
+            later = [b for b, turn in zip(buckets, turns) if turn >= turns[i] + self.behind and not dependents.intersection(b)]
             if later:
                 at, target = graphs.positions(gm.graph), later[0][-1]
                 _move_after([node for node in chain if at[node] < at[target]], target)
@@ -94,6 +95,13 @@ def _messages(starts: Sequence[Node]) -> list[list[Node]]:
         return node.meta["part"], node.target, node.args[-1], _takes_another(node)
 
     return [list(bucket) for _, bucket in itertools.groupby(starts, key)]
+
+
+def _turns(buckets: Sequence[list[Node]]) -> list[int]:
+    """Of each bucket, whose turn it is: those of a group that go over the same processes have one together."""
+    keys = [(b[0].meta.get("group", b[0].meta["part"]), b[0].target, b[0].args[-1], _takes_another(b[0])) for b in buckets]
+    turn = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return [turn[key] for key in keys]
 
 
 def _takes_another(collective: Node) -> bool:
