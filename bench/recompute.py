@@ -51,12 +51,13 @@ WAYS = {"autoshard": "autoshard, by budget", "torch": "activation_memory_budget"
 
 @dataclass(frozen=True)
 class Point:
-    """way: how; setting: a plan's file, a budget or a number of blocks. predicted: bytes, where somebody predicts."""
+    """way: how; setting: a plan's file, a budget or a number of blocks. budget, predicted: bytes, where there are such."""
 
     model: str
     way: str
     setting: str
     label: str
+    budget: int = 0
     predicted: int = 0
 
 
@@ -82,7 +83,7 @@ def points(name: str, codegen: str, batch: int, folder: Path) -> list[Point]:
         made = forecaster.fit(plan, budget)
         file = folder / f"{name}{i}.json"
         file.write_text(made.to_json())
-        found.append(Point(name, "autoshard", str(file), f"{budget / 1e6:.1f} MB", made.predicted.peak_bytes))
+        found.append(Point(name, "autoshard", str(file), f"{budget / 1e6:.1f} MB", budget, made.predicted.peak_bytes))
     found += [Point(name, "torch", str(b), str(b)) for b in TORCH_BUDGETS]
     return found + [Point(name, "checkpoint", str(n), f"{n} blocks") for n in range(len(blocks_of(model)) + 1)]
 
