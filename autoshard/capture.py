@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from autoshard import torch_internals
 from autoshard.cost_model.sizes import Open
 from autoshard.errors import AutoshardError, UnsupportedError
-from autoshard.inventory import Inventory, in_order_of_last_use, names_of, take_inventory
+from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
 from autoshard.passes.inline_regions import inline_regions
@@ -147,6 +147,7 @@ def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) 
             shadow,
             [x for x in inputs if isinstance(x, nn.Parameter)],
             in_order_of_last_use(captured.graph, inputs),
+            rows_looked_up(captured.graph, inputs),
         ),
         graph=captured.graph,
         inputs=tuple(p.meta["example_value"] if id(x) in shown else x for x, p in zip(inputs, places)),

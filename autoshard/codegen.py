@@ -26,6 +26,7 @@ from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import POLICY
+from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
 from autoshard.passes.take_whole import Whole, put_unshards, wholes
 from autoshard.runtime.dtensors import taking_rows
@@ -107,7 +108,7 @@ class Compilation:
         try:
             if self.inductor:
                 patches = {"custom_partitioner_fn": Partitioner(partition, "block")}
-                torch_internals.compile_with_inductor(gm, inputs, infer, patches)
+                torch_internals.compile_with_inductor(gm, inputs, infer, patches, self._kept)
             else:
                 aot_module_simplified(
                     gm, inputs, fw_compiler=infer, partition_fn=partition, keep_inference_input_mutations=True
@@ -218,7 +219,12 @@ class Compilation:
             "reorder_for_peak_memory": False,
             "reorder_for_locality": False,
         }
-        return torch_internals.compile_with_inductor(gm, self._whole(inputs), inner, patches)
+        return torch_internals.compile_with_inductor(gm, self._whole(inputs), inner, patches, self._kept)
+
+    @property
+    def _kept(self) -> tuple[Any, ...]:
+        """What a rewrite of the joint graph has to find in one piece."""
+        return (EMBEDDING_BACKWARD,) if self.context.plan.sparse else ()
 
 
 def _size(gm: GraphModule) -> str:

@@ -27,7 +27,14 @@ from autoshard.errors import ConfigError, ShardingError, UnsupportedError
 from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
 from autoshard.heap import alive
-from autoshard.inventory import Inventory, device_of, in_order_of_last_use, names_of, take_inventory
+from autoshard.inventory import (
+    Inventory,
+    device_of,
+    in_order_of_last_use,
+    names_of,
+    rows_looked_up,
+    take_inventory,
+)
 from autoshard.owner import call_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.graphs import UNSHARD, is_call
@@ -59,7 +66,7 @@ class FirstGraph:
     def given(model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> FirstGraph:
         """As Dynamo gives it to a backend, of whole parameters."""
         used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
-        inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)))
+        inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)), rows_looked_up(gm, inputs))
         names = names_of(model)
         whole = {
             n: names[id(x)] for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if id(x) in names

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from autoshard.errors import UnsupportedError
 @dataclass(frozen=True)
 class ParameterInfo:
     """One parameter. Shared (tied) parameters appear once, under their first name. last_use: its place in the order in which
-    forward is done with parameters, the reverse of that in which backward needs them."""
+    forward is done with parameters, the reverse of that in which backward needs them. looked_up: how many rows of it a process's
+    batch asked for, if it is used as an embedding's weight alone, and once; else 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,6 +28,7 @@ class ParameterInfo:
     trained: bool
     used: bool
     last_use: int = 0
+    looked_up: int = 0
 
     @property
     def elements(self) -> int:
@@ -58,10 +61,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def take_inventory(
-    model: nn.Module, used_in_order: Iterable[nn.Parameter], by_last_use: Iterable[nn.Parameter] = ()
+    model: nn.Module,
+    used_in_order: Iterable[nn.Parameter],
+    by_last_use: Iterable[nn.Parameter] = (),
+    looked_up: Mapping[int, int] | None = None,
 ) -> Inventory:
     """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs, `by_last_use` the
-    same by `in_order_of_last_use`. Where one is not given, the order before it stands for it, and for the first the
+    same by `in_order_of_last_use`, `looked_up` by `rows_looked_up`. Where one is not given, the order before it stands for it, and for the first the
     model's own."""
     names = names_of(model)
     parameters = {id(p): p for p in model.parameters()}
@@ -70,8 +76,34 @@ def take_inventory(
     last = {key: i for i, key in enumerate(dict.fromkeys([*(id(p) for p in by_last_use if id(p) in names), *order]))}
     return Inventory(
         type(model).__name__,
-        tuple(_info(names[key], parameters[key], i < len(used), last[key]) for i, key in enumerate(order)),
+        tuple(
+            _info(names[key], parameters[key], i < len(used), last[key], (looked_up or {}).get(key, 0))
+            for i, key in enumerate(order)
+        ),
     )
+
+
+def rows_looked_up(gm: GraphModule, inputs: Sequence[object]) -> dict[int, int]:
+    """Of each parameter among a graph's inputs that is looked up in once and not used otherwise, how many rows; by id."""
+    places = gm.graph.find_nodes(op="placeholder")
+    found = {id(x): _lookup(place) for place, x in zip(places, inputs) if isinstance(x, nn.Parameter)}
+    return {key: _count(lookup.args[0]) for key, lookup in found.items() if lookup is not None}
+
+
+def _lookup(weight: Node) -> Node | None:
+    """The one call that reads a weight, or what is made of it alone, if it is an embedding's."""
+    if len(weight.users) != 1:
+        return None
+    (user,) = weight.users
+    if user.target is torch.nn.functional.embedding:
+        return user if user.args[:1] != (weight,) and not (user.kwargs.get("sparse") or True in user.args[5:]) else None
+    return _lookup(user) if user.all_input_nodes == [weight] else None
+
+
+def _count(indices: Any) -> int:
+    """How many there were in the trace."""
+    sizes = indices.meta["example_value"].shape
+    return math.prod(int(s.node.hint) if isinstance(s, torch.SymInt) else int(s) for s in sizes)
 
 
 def in_order_of_last_use(gm: GraphModule, inputs: Sequence[object]) -> list[nn.Parameter]:
@@ -87,12 +119,12 @@ def in_order_of_last_use(gm: GraphModule, inputs: Sequence[object]) -> list[nn.P
     return [inputs[i] for _, i in sorted(found)]  # type: ignore[misc]
 
 
-def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int) -> ParameterInfo:
+def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, looked_up: int) -> ParameterInfo:
     if isinstance(parameter, UninitializedParameter):
         raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterInfo(
-        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use
+        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use, looked_up
     )
 
 

@@ -149,8 +149,9 @@ class Plan:
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
     low_rank: how many columns the two matrices have that travel in the place of a gradient (PowerSGD); 0: gradients travel.
-    bucket: bytes of a group's gradients that wait for each other to be reduced together, at most, but for one that has more by
-        itself; 0: all of a group's do.
+    sparse: embeddings whose gradients travel as the rows that were looked up; see [Note: Sparse gradients] in ops/sparse.py.
+    bucket: bytes of gradients that wait for each other to be reduced together, in groups that every process has whole, about at
+        most: what has more goes by itself, and what has next to nothing with another; 0: all of a group's do.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
@@ -169,6 +170,7 @@ class Plan:
     reduce: str = ""
     compression: str = ""
     low_rank: int = 0
+    sparse: tuple[str, ...] = ()
     bucket: int = 0
     message: int = 0
     apart: int = 0
@@ -193,6 +195,7 @@ class Plan:
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
         self._check_node()
+        self._check_sparse()
         self._check_low_rank()
         for group in self.groups:
             if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
@@ -222,6 +225,13 @@ class Plan:
             )
         if any(group.ranks for group in self.groups):
             raise PlanError("plan: node: groups name ranks; legal only where all processes hold rows")
+
+    def _check_sparse(self) -> None:
+        for name in self.sparse:
+            if name not in self.group_of or self.group_of[name].degrees.optimizer > 1:
+                raise PlanError(f"plan: sparse: {name!r} is not legal; legal: parameters of groups whose optimizer degree is 1")
+        if self.sparse and (self.compression or self.low_rank):
+            raise PlanError(f"plan: sparse: {self.sparse[0]!r} beside compression is not legal; legal: one of them")
 
     def _check_low_rank(self) -> None:
         if not self.low_rank:
@@ -341,6 +351,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         reduce=data.get("reduce", ""),
         compression=data.get("compression", ""),
         low_rank=data.get("low_rank", 0),
+        sparse=tuple(data.get("sparse", ())),
         bucket=data.get("bucket", 0),
         message=data.get("message", 0),
         apart=data.get("apart", 0),

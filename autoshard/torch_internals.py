@@ -383,11 +383,16 @@ def compile_with_inductor(
     inputs: Sequence[Any],
     inner: Callable[..., Any],
     patches: dict[str, Any],
+    kept: Iterable[Any] = (),
 ) -> Callable[..., Any]:
-    """Inductor's whole pipeline with our partitioner (in `patches`) and our step before codegen (`inner`)."""
+    """Inductor's whole pipeline with our partitioner (in `patches`) and our step before codegen (`inner`). kept: operators that it is
+    not to take apart."""
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
-    run: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    without = set(kept)
+    table = {op: how for op, how in select_decomp_table().items() if op not in without} if without else None
+    run: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches, decompositions=table)
     return run  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.step import GroupCost
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError, PlanError
+from autoshard.ops import wire
 from autoshard.passes import graphs
 from autoshard.passes.choose_bucket import choose_bucket
 from autoshard.passes.choose_message import PIECES, UNMEASURED, choose_apart, choose_message
@@ -140,6 +141,8 @@ def test_compression_is_said_where_it_changes_something() -> None:
         replace(plain, compute="bfloat16")
     with pytest.raises(PlanError, match="message: -1 is not legal"):
         replace(plain, message=-1)
+    with pytest.raises(PlanError, match="bucket: -1 is not legal"):
+        replace(plain, bucket=-1)
 
 
 def _cut(name: str, zero: int, world: int, message: int, codegen: str = "eager", **options: Any) -> autoshard.Config:
@@ -246,43 +249,68 @@ def _with_bucket(name: str, zero: int, world: int, bucket: int, **options: Any) 
 
 @pytest.mark.parametrize(
     ("name", "zero", "codegen"),
-    [("attention", 0, "eager"), ("odd", 2, "eager"), in_full("llama", 3, "eager"), in_full("llama", 0, "inductor")],
+    [("attention", 0, "eager"), ("odd", 0, "eager"), in_full("llama", 0, "eager"), in_full("llama", 0, "inductor")],
 )
 def test_in_buckets_of_a_few_gradients(two: Cluster, name: str, zero: int, codegen: str) -> None:
     plan = _with_bucket(name, zero, 2, 300)
+    assert _reductions(name, plan) > len(plan.groups)
     for distance in two.run(measure, name, config("auto", plan=plan, codegen=codegen, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance
 
 
 @pytest.mark.full
 def test_in_buckets_over_two_axes(four: Cluster) -> None:
-    plan = _with_bucket("odd", 3, 4, 300, mesh={"replicate": 2, "shard": 2})
+    plan = _with_bucket("odd", 0, 4, 300, mesh={"replicate": 2, "shard": 2})
+    assert _reductions("odd", plan) > len(plan.groups)
     for distance in four.run(measure, "odd", config("auto", plan=plan, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize(("name", "zero"), [("llama", 0), ("llama", 3), ("gpt2", 0)])
-def test_buckets_predicted_are_those_made(name: str, zero: int) -> None:
-    case, counts = CASES[name], []
+def _reductions(name: str, plan: Plan) -> int:
+    case = CASES[name]
+    made = rehearse(capture(case.build(), case.batch(torch.Generator())), plan, inductor=False)
+    assert made.backward is not None
+    return sum(map(graphs.reduces, made.backward.graph.nodes))
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "options"),
+    [("llama", 0, {}), ("llama", 3, {}), ("gpt2", 0, {}), ("llama", 0, {"precision": "bf16"}), ("llama", 0, {"compression": "bf16"})],
+)
+def test_buckets_predicted_are_those_made(name: str, zero: int, options: dict[str, Any]) -> None:
+    """Where rows are shared there is one a group."""
+    counts = []
     for bucket in (0, 300):
-        plan = _with_bucket(name, zero, 2, bucket)
-        made = rehearse(capture(case.build(), case.batch(torch.Generator())), plan, inductor=False)
-        counts.append(sum(map(graphs.reduces, made.backward.graph.nodes)))
-        assert counts[-1] == sum(t.messages for t in plan.predicted.traffic if t.phase == "backward" and t.collective != "all_gather")
-    assert counts[1] > counts[0]
+        plan = _with_bucket(name, zero, 2, bucket, **options)
+        sums = ("all_reduce", "all_to_all", "reduce_scatter", *(["all_gather"] if options.get("compression") else []))
+        counts.append(sum(t.messages for t in plan.predicted.traffic if t.phase == "backward" and t.collective in sums))
+        assert counts[-1] == _reductions(name, plan)
+    assert (counts[1] > counts[0]) == (zero == 0)
+
+
+@given(st.lists(st.integers(1, 100), max_size=12), st.integers(1, 200))
+def test_runs_hold_all_in_order_and_are_worth_it(sizes: list[int], most: int) -> None:
+    runs = wire.runs(sizes, most)
+    assert [i for run in runs for i in run] == list(range(len(sizes)))
+    totals = [sum(sizes[i] for i in run) for run in runs]
+    for run, total in zip(runs, totals):
+        assert total <= most or total - max(sizes[i] for i in run) <= most / 4, (run, total)
+        assert total > most / 8 or len(runs) == 1
 
 
 def test_a_bucket_is_as_small_as_costs_next_to_nothing() -> None:
     cpu = DEVICES["cpu"]
     whole = GroupCost(2**21, 2**21, 4, 4, 4, 1, 1, 1, 2, "reduce_scatter")
 
-    def chosen(seconds: tuple[float, ...]) -> int:
+    def chosen(seconds: tuple[float, ...], whole: GroupCost = whole) -> int:
         table = tuple(zip((MIB / 2, MIB, 2 * MIB, 8 * MIB), seconds))
         return choose_bucket([whole], Machines(2, 1, replace(cpu, tables={"all_reduce@2/2": table})))
 
     assert chosen((0.5, 1, 2, 8)) == MIB / 2
     assert chosen((0.9, 1.05, 2, 8)) == MIB
     assert chosen((2, 2.5, 4, 8)) == 0
+    assert chosen((0.9, 1.05, 2, 8), replace(whole, compute_itemsize=2)) == MIB / 2  # of gradients in bf16 that are reduced in fp32
+    assert chosen((0.9, 1.05, 2, 8), _group(2)) == chosen((0.9, 1.05, 2, 8), replace(whole, compress_itemsize=2)) == 0
     assert choose_bucket([whole], Machines(2, 8, DEVICES["h100"])) == 0
     assert choose_bucket([], Machines(2, 1, cpu)) == 0
     assert not first_look(Sum(), config(0), Machines(2, 1, cpu)).bucket

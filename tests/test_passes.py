@@ -320,13 +320,6 @@ def _kind(node: torch.fx.Node) -> str:
     return next((kind for name, kind in table.items() if name in str(node.target)), "")
 
 
-def test_buckets_can_be_cut() -> None:
-    model = Blocks()
-    spec = registry.DEFAULT.replace("bucket", "bucket{mb=0.5}")
-    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 2), spec)
-    assert len(collectives(graphs["forward"])) == 7  # each layer's weight (1 MB) and bias apart
-
-
 class Pairs(nn.Module):
     """Three blocks of two matrices of 64 kB, one of which has a bias."""
 
@@ -338,6 +331,14 @@ class Pairs(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x.sum()
+
+
+def test_buckets_can_be_cut() -> None:
+    """The two matrices of each block apart, with the bias beside one."""
+    model = Pairs()
+    spec = registry.DEFAULT.replace("bucket", "bucket{mb=0.067}")
+    graphs = rewritten(model, torch.randn(4, 128), plan_for(model, 2), spec)
+    assert len(collectives(graphs["forward"])) == len(collectives(graphs["backward"])) == 6
 
 
 def test_gradients_are_reduced_as_soon_as_a_bucket_of_them_is_there() -> None:
@@ -357,7 +358,7 @@ def test_reductions_are_waited_for_two_groups_later_however_they_are_cut() -> No
     found = []
     for size in (0, 66_000):
         model = Pairs()
-        gm = rewritten(model, torch.randn(4, 128), replace(plan_for(model, 2), bucket=size))["backward"]
+        gm = rewritten(model, torch.randn(4, 128), replace(plan_for(model, 0), bucket=size))["backward"]
         at = passgraphs.positions(gm.graph)
         starts = [n for n in gm.graph.nodes if passgraphs.reduces(n)]
         found.append([sum(at[start] < at[next(iter(first.users))] for start in starts) for first in starts])
@@ -444,7 +445,7 @@ def test_collectives_of_the_model_itself_stay_where_they_are() -> None:
     own = called(ops.wait_tensor.default, called(ops.all_reduce.default, x, "sum", "0"))
     parts = []
     for i in range(4):
-        part = {"part_of": "autoshard.reduce_bucket.default", "part": f"bucket{i}"}
+        part = {"part_of": "autoshard.reduce_bucket.default", "part": f"bucket{i}", "group": f"bucket{i}"}
         flying = [called(ops.reduce_scatter_tensor.default, own, "sum", 2, "0", **part) for _ in range(2)]
         parts += [called(ops.wait_tensor.default, one, **part) for one in flying]
     graph.output(tuple(parts))

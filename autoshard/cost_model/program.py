@@ -34,6 +34,7 @@ _OURS, _TORCH = Path(__file__).parent.parent, Path(str(torch.__file__)).parent
 _NOT_THE_MODEL = (f"{_OURS}{os.sep}", f"{_TORCH}{os.sep}")
 WAIT = "_c10d_functional.wait_tensor.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
+SPARSE = "autoshard.reduce_sparse.default"
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
-from autoshard.cost_model.program import WAIT, Operation, Program
+from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program
 from autoshard.cost_model.sizes import Values, evaluator, shape_of
 from autoshard.cost_model.timeline import Link, LinkOf, Sharing
 from autoshard.cost_model.work import Work, work_of
@@ -174,6 +174,10 @@ def schedule_of(
             book.note(Wait(operation.reads))
         elif operation.name.startswith("_c10d_functional"):
             book.note(Message(collective(operation), operation.makes, link_of(operation)))
+        elif operation.name == SPARSE:
+            book.note(Message(collective(operation), operation.makes, link_of(operation)))
+            book.note(Wait(operation.makes))
+            book.run((work_of(operation).at(program.open.named), generated(operation)))
         else:
             book.run((work_of(operation).at(program.open.named), generated(operation)))
     book.close()

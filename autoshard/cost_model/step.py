@@ -13,6 +13,7 @@ from autoshard.cost_model import collectives
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 
+INDEX = 8  # bytes of a count of rows
 UNKNOWN = ("activations", "temporaries", "compute time", "overlap")
 
 
@@ -24,7 +25,8 @@ class GroupCost:
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of the gradients that are reduced
     together. Degrees, reduction, message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
     the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
-    for which `residue` are kept.
+    for which `residue` are kept. sparse: of how many elements the gradients travel as rows that were looked up, of each embedding
+    `rows` elements of a process.
     """
 
     elements: int
@@ -45,6 +47,8 @@ class GroupCost:
     low_rank: int = 0
     thin: int = 0
     residue: int = 0
+    sparse: int = 0
+    rows: tuple[int, ...] = ()
 
     @property
     def compressed(self) -> bool:
@@ -54,7 +58,7 @@ class GroupCost:
     @property
     def reduced_bytes(self) -> int:
         """What travels to be reduced, whole."""
-        return (self.trained - self.low_rank) * self._travels
+        return (self.trained - self.low_rank - self.sparse) * self._travels
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -133,6 +137,9 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
     for payload in g.bucket_bytes:
         for collective, sent, over, most in _reductions(g, payload, cluster):
             yield collective, "backward", sent, over, most
+    for rows in g.rows:
+        for collective, sent, over in _rows(g, rows, cluster):
+            yield collective, "backward", sent, over, 0
     if g.thin and g.replicas > 1:
         for _ in ("left", "right"):
             yield "all_reduce", "backward", g.thin * 4 // 2, cluster.group(g.replicas, g.optimizer_degree), 0
@@ -152,6 +159,18 @@ def _reductions(g: GroupCost, payload: int, cluster: Cluster) -> Iterable[tuple[
 def reduction_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:
     """What it takes to reduce a bucket of so many bytes of whole gradients."""
     return sum(_seconds(*each, cluster)[1] for each in _reductions(g, payload, cluster))
+
+
+def _rows(g: GroupCost, rows: int, cluster: Cluster) -> Iterable[tuple[str, int, Group]]:
+    """The same of an embedding of whose gradient a process has so many elements: counts, and rows."""
+    over = cluster.group(g.replicas, g.optimizer_degree)
+    for sent in (INDEX, rows * g.reduce_itemsize):
+        yield "all_gather", sent * g.replicas, over
+
+
+def sparse_seconds(g: GroupCost, rows: int, cluster: Cluster) -> float:
+    """What that takes."""
+    return sum(collectives.seconds(name, sent, over, cluster.device) for name, sent, over in _rows(g, rows, cluster))
 
 
 def _seconds(collective: str, payload: int, group: Group, most: int, cluster: Cluster) -> tuple[int, float]:

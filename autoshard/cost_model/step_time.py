@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.fx import Node
+
 from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.kernels import seconds
-from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.program import SPARSE, Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
+from autoshard.cost_model.sizes import Open, bytes_of
+from autoshard.cost_model.step import INDEX
 from autoshard.cost_model.timeline import Link, Sharing, Timeline
 from autoshard.cost_model.work import Work, work_of
 
@@ -52,7 +56,7 @@ def step_time(
         return spent(work_of(operation).at(program.open.number), fused and is_generated(operation))
 
     def collective(operation: Operation) -> float:
-        return collective_seconds(operation, cluster, groups)
+        return collective_seconds(operation, cluster, groups, program.open)
 
     sharing = Sharing.on(cluster.device, groups.values())
     line = timeline.simulate(program, kernel, collective, sharing, functools.partial(_link_of, groups))
@@ -65,7 +69,7 @@ def schedule(
     """The same step for many sizes at once."""
     return schedule_of(
         program,
-        lambda operation: collective_seconds(operation, cluster, groups),
+        lambda operation: collective_seconds(operation, cluster, groups, program.open),
         lambda operation: fused and is_generated(operation),
         cluster.device,
         Sharing.on(cluster.device, groups.values()),
@@ -78,14 +82,22 @@ def _optimizer(moved: Sequence[int], cluster: Cluster) -> float:
     return sum(float(seconds(Work("pointwise", 0, bytes, 0), cluster.device)) for bytes in moved)
 
 
-def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
-    """Of the group that a collective's last argument names, and what it is given."""
-    packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
-    name = _NAMES.get(packet, packet)
-    value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
+def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:
+    """Of the group that a collective's last argument names, and what it is given; of open sizes, what these were in the trace."""
     group = _group(groups, operation)
+    if operation.name == SPARSE and operation.node.args[1] is not None:
+        return _rows_seconds(operation.node, group, cluster, sizes)
+    packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    name = "all_reduce" if operation.name == SPARSE else _NAMES.get(packet, packet)
+    value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
     payload = value.numel() * value.element_size() * (group.size if name == "all_gather" else 1)
     return collectives.seconds(name, payload, group, cluster.device)
+
+
+def _rows_seconds(node: Node, group: Group, cluster: Cluster, sizes: Open) -> float:
+    """Of an embedding's gradient: counts, then rows and indices."""
+    rows, indices = (sizes.number(bytes_of(a.meta["val"])) for a in node.args[:2])  # type: ignore[union-attr]
+    return sum(collectives.seconds("all_gather", sent * group.size, group, cluster.device) for sent in (INDEX, rows + indices))
 
 
 def _group(groups: Mapping[str, Group], operation: Operation) -> Group:

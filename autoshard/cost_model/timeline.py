@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import Amount
-from autoshard.cost_model.program import WAIT, Operation, Program
+from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program
 
 Seconds = Callable[[Operation], float]
 Link = Literal["between", "inside"]  # nodes
@@ -107,6 +107,10 @@ def simulate(
             walk.wait(i, operation.reads)
         elif operation.name.startswith("_c10d_functional"):
             walk.issue(i, operation.makes, collective(operation), link_of(operation))
+        elif operation.name == SPARSE:  # it ends with its collectives
+            walk.issue(i, operation.makes, collective(operation), link_of(operation))
+            walk.wait(i, operation.makes)
+            walk.run(i, kernel(operation))
         else:
             walk.run(i, kernel(operation))
     spans = sorted((*walk.spans, *walk.flights.values()), key=lambda span: span.operation)

@@ -37,7 +37,7 @@ _HARD = {
     **dict.fromkeys(_names("tanh mish"), 7),
 }
 _LOOKUPS = _names("""
-    embedding embedding_dense_backward index _unsafe_masked_index gather scatter scatter_add index_put
+    embedding embedding_dense_backward reduce_sparse index _unsafe_masked_index gather scatter scatter_add index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
 """)
 _REDUCTIONS = _names("""

@@ -44,9 +44,19 @@ def _of_call(name: str, given: list[Any], node: Node, channels_last: bool) -> Si
         return _convolution(node, given, name == "convolution_backward", channels_last)
     if name == "native_dropout":
         return product(given[0].shape) * 4  # its mask is drawn as integers
+    if name == "reduce_sparse":
+        return _rows(given)
     if name == "native_batch_norm_backward":
         return bytes_of(given[1])
     return 0
+
+
+def _rows(given: list[Any]) -> Size:
+    """Of an embedding's gradient: what a process sends, what came from all, and twice so much while that is put in order."""
+    rows, indices, size = given[0], given[1], given[7]
+    if indices is None:
+        return bytes_of(rows)
+    return (bytes_of(rows) + bytes_of(indices)) * (1 + 2 * size)
 
 
 def _convolution(node: Node, given: list[Any], backward: bool, channels_last: bool) -> Size:

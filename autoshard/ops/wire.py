@@ -91,13 +91,12 @@ def cut(sizes: tuple[int, ...], most: int) -> tuple[Piece, ...]:
 
 
 def runs(sizes: Sequence[int], most: float) -> list[list[int]]:
-    """Runs of neighbours whose sizes add up to at most `most`, by position; 0: all in one. One that is larger has a run of its own,
-    with those in front of it that are not worth one."""
-    found: list[list[int]] = [[]]
-    total = 0
-    for i, size in enumerate(sizes):
+    """Runs of neighbours whose sizes add up to at most `most`, by position; 0: all in one. What is larger has a run of its own; what
+    is less than an eighth of `most` is not worth one, and joins what is beside it."""
+    found, total = [[0]] if sizes else [[]], sum(sizes[:1])
+    for i, size in enumerate(sizes[1:], 1):
         total += size
-        if most and total > most and total - size > most / 8:
+        if most and total > most and min(total - size, sum(sizes[i:])) > most / 8:
             found.append([])
             total = size
         found[-1].append(i)

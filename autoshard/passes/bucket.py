@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,11 +48,12 @@ class Bucket:
         order = context.plan.order
         low_rank = self._grouped(gm, graphs.MEAN_LOW_RANK, 4, order, context, reverse=True)
         reduced = self._grouped(gm, graphs.REDUCE_GRAD, 4, order, context, reverse=True)
+        rank = context.plan.rank_of
+        sparse = [[n] for n in sorted(graphs.calls(gm, graphs.REDUCE_SPARSE), key=lambda n: -rank[str(n.args[4])])]
         last: Node | None = None
-        for members in sorted([*low_rank, *reduced], key=lambda m: -order[str(m[0].args[4])]):
-            put = _approximate if graphs.is_call(members[0], graphs.MEAN_LOW_RANK) else _reduce
-            group = order[str(members[0].args[4])]
-            last = put(gm, members, after=last, group=group)
+        for members in sorted([*low_rank, *reduced, *sparse], key=lambda m: -order[str(m[0].args[4])]):
+            put = _PUT[members[0].target]
+            last = put(gm, members, last, order[str(members[0].args[4])])
         return gm
 
     def _grouped(
@@ -67,8 +68,9 @@ class Bucket:
         keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]], reverse=reverse) for k in keys]  # type: ignore[index]
-        most = self.mb * 1e6 or (context.plan.bucket if op is graphs.REDUCE_GRAD else 0)
-        return [part for members in ordered for part in _cut(members, most)]
+        cut = self.mb * 1e6 if self.mb else context.plan.bucket
+        whole = [op is graphs.REDUCE_GRAD and not Layout.parse(str(layout)).sharded for _, layout, _ in keys]
+        return [part for members, gradients in zip(ordered, whole) for part in _cut(members, cut if self.mb or gradients else 0)]
 
 
 def _cut(members: list[Node], most: float) -> list[list[Node]]:
@@ -157,6 +159,20 @@ def _approximate(gm: GraphModule, members: list[Node], after: Node | None, group
     for member in members:
         gm.graph.erase_node(member)
     return last
+
+
+def _alone(gm: GraphModule, members: list[Node], after: Node | None, group: int) -> Node:
+    """The one, whose collectives are its own, not before the reduction that precedes it."""
+    (last,), at = members, graphs.positions(gm.graph)
+    if after is not None and at[after] > at[last]:
+        for node in (*members, *graphs.dependents(gm, members)):
+            after.append(node)
+            after = last = node
+    return last
+
+
+Put = Callable[[GraphModule, list[Node], "Node | None", int], Node]
+_PUT: dict[Any, Put] = {graphs.REDUCE_GRAD: _reduce, graphs.MEAN_LOW_RANK: _approximate, graphs.REDUCE_SPARSE: _alone}
 
 
 def _item(several: Node, index: int) -> Node:

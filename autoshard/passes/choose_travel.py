@@ -1,5 +1,6 @@
 """Decision: how the rows of a plan travel. In one step or two (`choose_hierarchy`), by which collective (`choose_reduction`), in how
-many messages and which parameters by themselves (`choose_message`), and how many gradients together (`choose_bucket`)."""
+many messages and which parameters by themselves (`choose_message`), how many gradients together (`choose_bucket`), and which as rows of an
+embedding (`choose_sparse`)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from autoshard.passes.choose_bucket import choose_bucket
 from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
 from autoshard.passes.choose_message import choose_apart, choose_message
 from autoshard.passes.choose_reduction import choose_reduction
+from autoshard.passes.choose_sparse import choose_sparse
 from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.costs import costs_of
 from autoshard.plan import POWERSGD, Plan
@@ -24,7 +26,8 @@ def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy:
     """The plan with all of that. hierarchy: as in `Config`; ConfigError if that is not possible here."""
     plan = _with_hierarchy(plan, inventory, cluster, hierarchy)
     plan = _with_messages(_with_reductions(plan, inventory, cluster), inventory, cluster)
-    return _with_buckets(_with_some_apart(plan, inventory, cluster), inventory, cluster)
+    plan = _with_sparse(_with_some_apart(plan, inventory, cluster), inventory, cluster)
+    return _with_buckets(plan, inventory, cluster)
 
 
 def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
@@ -102,6 +105,13 @@ def _with_some_apart(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
     if not count:
         return plan
     return found.because(f"{counted(count, 'parameter', 'parameters')} of {bytes_text(found.apart)} or more: gathered apart, with less to copy")
+
+
+def _with_sparse(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    names = choose_sparse(plan, inventory, costs_of(plan, inventory), cluster)
+    if not names:
+        return plan
+    return replace(plan, sparse=names).because(f"gradients of {', '.join(names)} travel as the rows that were looked up, which are few")
 
 
 def _with_buckets(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:

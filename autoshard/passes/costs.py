@@ -27,6 +27,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
     compute = _itemsize(plan.compute, itemsize)
     trained = [p for p in infos if p.trained and p.used and floating(p.dtype)]
     thinned = [p for p in trained if plan.low_rank and goes_low_rank(p.shape, plan.low_rank)]
+    sparse = [p for p in trained if p.name in plan.sparse]
     return step.GroupCost(
         elements=sum(p.elements for p in infos),
         trained=sum(p.elements for p in trained),
@@ -39,20 +40,22 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         replicas=plan.world // group.degrees.optimizer,
         reduction=group.reduction,
         compress_itemsize=_itemsize(plan.compression, 0),
-        buckets=_buckets(plan, [p for p in trained if p not in thinned], compute),
+        buckets=_buckets(0 if group.degrees.optimizer > 1 else plan.bucket, [p for p in trained if p not in thinned and p not in sparse], compute),
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
         apart=_apart(plan, group, infos),
         low_rank=sum(p.elements for p in thinned),
         thin=sum(thin(p.shape, plan.low_rank) for p in thinned),
+        sparse=sum(p.elements for p in sparse),
+        rows=tuple(p.looked_up * p.elements // p.shape[0] for p in sparse),
         residue=sum(math.prod(shape) for p in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
 
 
-def _buckets(plan: Plan, reduced: Sequence[ParameterInfo], itemsize: int) -> tuple[int, ...]:
+def _buckets(most: int, reduced: Sequence[ParameterInfo], itemsize: int) -> tuple[int, ...]:
     """Elements of the gradients that are reduced together; they come in the reverse of the order of use."""
     backwards = [p.elements for p in reversed(reduced)]
-    return tuple(sum(backwards[i] for i in run) for run in wire.runs([n * itemsize for n in backwards], plan.bucket))
+    return tuple(sum(backwards[i] for i in run) for run in wire.runs([n * itemsize for n in backwards], most))
 
 
 def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
-from autoshard.ops import block, logical  # noqa: F401  (registers the ops of blocks)
+from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
 from autoshard.passes import group_parameters
 
 UNSHARD = torch.ops.autoshard.unshard.default
@@ -24,6 +24,7 @@ HOLD = torch.ops.autoshard.hold.default
 ADD_HELD = torch.ops.autoshard.add_held.default
 LOW_RANK = torch.ops.autoshard.low_rank.default
 MEAN_LOW_RANK = torch.ops.autoshard.mean_low_rank.default
+REDUCE_SPARSE = torch.ops.autoshard.reduce_sparse.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)

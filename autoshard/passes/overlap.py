@@ -1,6 +1,7 @@
 """Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later.
 
-With those of two groups on their way the link never waits for the computation, and no more than their buckets are held.
+With those of two groups on their way the link never waits for the computation, and no more than their buckets are held. Where a
+group's go over several groups of processes, one after the other, each of these counts.
 """
 
 from __future__ import annotations
@@ -60,14 +61,16 @@ class Overlap:
         """Moves the wait of each reduction, and what is done with what it brought, behind the start of a later one or to the
         end. Where a second collective takes the first's result, that is waited for later still."""
         buckets = _messages([node for node in gm.graph.nodes if graphs.reduces(node)])
-        turns = _turns(buckets)
+        keys = [_turn(bucket[0]) for bucket in buckets]
+        turns = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         end, settled = gm.graph.output_node(), set[Node]()
         for i, bucket in reversed(list(enumerate(buckets))):
             waits = [next(iter(start.users)) for start in bucket]
             dependents = set(graphs.dependents(gm, waits)) | set(waits)
             chain = [node for node in gm.graph.nodes if node in dependents and node not in settled]
             settled.update(chain)
-            later = [b for b, turn in zip(buckets, turns) if turn >= turns[i] + self.behind and not dependents.intersection(b)]
+            least, (own, *_) = turns[keys[i]] + self.behind, keys[i]
+            later = [b for b, key in zip(buckets, keys) if turns[key] >= least and key[0] != own and not dependents.intersection(b)]
             if later:
                 at, target = graphs.positions(gm.graph), later[0][-1]
                 _move_after([node for node in chain if at[node] < at[target]], target)
@@ -91,17 +94,12 @@ def _follows_another(gather: Node) -> bool:
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:
     """These collectives, in graph order, those together that carry parts of one bucket over one group."""
 
-    def key(node: Node) -> tuple[Any, ...]:
-        return node.meta["part"], node.target, node.args[-1], _takes_another(node)
-
-    return [list(bucket) for _, bucket in itertools.groupby(starts, key)]
+    return [list(bucket) for _, bucket in itertools.groupby(starts, lambda node: (node.meta["part"], *_turn(node)))]
 
 
-def _turns(buckets: Sequence[list[Node]]) -> list[int]:
-    """Of each bucket, whose turn it is: those of a group that go over the same processes have one together."""
-    keys = [(b[0].meta.get("group", b[0].meta["part"]), b[0].target, b[0].args[-1], _takes_another(b[0])) for b in buckets]
-    turn = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    return [turn[key] for key in keys]
+def _turn(start: Node) -> tuple[Any, ...]:
+    """Equal for those of a group's collectives that are its first over some processes, or its second: they have one turn."""
+    return start.meta["group"], start.meta["part_of"], start.target, start.args[-1], _takes_another(start)
 
 
 def _takes_another(collective: Node) -> bool:

@@ -24,6 +24,7 @@ from autoshard.passes.plain_repeats import PlainRepeats
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
 from autoshard.passes.seed_dropout import SeedDropout
+from autoshard.passes.sparse_grads import SparseGrads
 from autoshard.passes.sync_buffers import SyncBuffers
 from autoshard.passes.take_rows import TakeRows
 from autoshard.passes.take_whole import TakeWhole
@@ -33,14 +34,14 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        TwoLevels, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, PlainRepeats, SeedDropout,
+        TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, PlainRepeats, SeedDropout,
         FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "two_levels,regather,recompute,bucket,compress,lower,overlap,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
+    "two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
 
