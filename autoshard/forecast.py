@@ -26,12 +26,13 @@ from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, floating
 from autoshard.passes.choose_elementwise import fuses
-from autoshard.passes.choose_recompute import Block, choose, least
+from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
-TRIALS = 6  # how often a choice is simulated before the least is taken
+TRIALS = 6  # how many choices are simulated
+AIMS = 32  # for how many aims they are made: those for several may be one
 Key = tuple[object, ...]
 Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 
@@ -101,17 +102,24 @@ class Forecaster:
         blocks = self._blocks(plan)
         if not blocks:
             return self(plan)
-        best, target, lowest = self(plan), budget, least(blocks)
-        for trial in range(TRIALS):
-            taken = choose(blocks, target) if trial < TRIALS - 1 else None
-            policies = [(b.name, o.policy) for b, o in zip(blocks, taken or lowest)]
-            found = self(replace(plan, recompute=tuple((name, policy) for name, policy in policies if policy != "none")))
-            best = found if _better(found, best, budget) else best
-            over = found.predicted.peak_bytes - budget
-            if over <= 0 or taken is None:
+        best, aim, tried = self(plan), Aim(budget), set[tuple[Option, ...]]()
+        for _ in range(AIMS):
+            taken = choose(blocks, aim.at) or least(blocks)
+            tried.add(taken)
+            if aim.settled or len(tried) > TRIALS:
                 break
-            target -= over << trial  # the same choice again has the same peak
-        return best
+            found = self._with(plan, blocks, taken)
+            best = found if _better(found, best, budget) else best
+            aim = aim.after(found.predicted.peak_bytes - budget)
+        if best.predicted.peak_bytes <= budget:
+            return best
+        lowest = self._with(plan, blocks, least(blocks))
+        return lowest if _better(lowest, best, budget) else best
+
+    def _with(self, plan: Plan, blocks: Sequence[Block], taken: Sequence[Option]) -> Plan:
+        """The plan with these options of its blocks, simulated."""
+        policies = [(b.name, o.policy) for b, o in zip(blocks, taken)]
+        return self(replace(plan, recompute=tuple((name, policy) for name, policy in policies if policy != "none")))
 
     def _blocks(self, plan: Plan) -> list[Block]:
         """What can be chosen, whatever the budget."""

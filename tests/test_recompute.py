@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from autoshard.cost_model.cluster import Cluster, measured_here
 from autoshard.cost_model.optimizer import NAMED
 from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.forecast import Forecaster
-from autoshard.passes.choose_recompute import Block, Option, choose, least
+from autoshard.passes.choose_recompute import CLOSE, Aim, Block, Option, choose, least
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
@@ -49,6 +50,26 @@ def blocks(draw: st.DrawFn) -> list[Block]:
 def _peak(taken: tuple[Option, ...]) -> int:
     before = itertools.accumulate((o.saved for o in taken), initial=0)
     return max(b + o.peak for b, o in zip(before, taken))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(0, 100), st.integers(1, 1000))
+def test_aims_end_at_the_highest_that_is_met(peaks: list[int], more: int, budget: int) -> None:
+    """Of choices by their peaks, each simulated a little higher than it was taken to be."""
+    peaks = sorted({*peaks, 1})
+
+    def simulated(aim: Aim) -> int:
+        return max([p for p in peaks if p <= aim.at], default=peaks[0]) + more
+
+    aim, found = Aim(budget), []
+    for _ in range(40):
+        found.append(simulated(aim))
+        aim = aim.after(found[-1] - budget)
+        if aim.settled:
+            break
+    fitting = [p + more for p in peaks if p + more <= budget]
+    assert aim.settled == bool(fitting)
+    if fitting:
+        assert max(p for p in found if p <= budget) >= max(fitting) * (1 - 2 * CLOSE) - more - 1
 
 
 @given(blocks(), st.integers(0, 80))
@@ -263,6 +284,17 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
         assert not any("rng_state" in t for t in targets)
     for targets in _targets(Stack(), _x()):
         assert sum("rng_state" in t for t in targets) == 6  # of three attentions and three dropouts
+
+
+def test_a_policy_that_finds_nothing_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture(models.llama(2).train(), TEXT(torch.Generator()))
+    plan = make_plan(captured.inventory, Config(zero=0, recompute="full"), Circumstances(HERE, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rehearse(captured, plan, inductor=False)
+    monkeypatch.setattr("autoshard.torch_internals.module_path", lambda node: "elsewhere.0")
+    with pytest.warns(UserWarning, match="no operation of this graph is known to belong to 'model.layers.0'"):
+        rehearse(captured, plan, inductor=False)
 
 
 @pytest.mark.parametrize(

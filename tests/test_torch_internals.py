@@ -485,7 +485,15 @@ def test_alike_modules_are_traced_once() -> None:
     assert len(bodies) == 1
 
 
-def test_nodes_of_a_joint_graph_say_whose_they_are() -> None:
+class Wrapped(nn.Sequential):
+    """Its forward is called with all arguments in a tuple, the module among them."""
+
+    def forward(*arguments: Any) -> Any:
+        return nn.Sequential.forward(*arguments)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Wrapped])
+def test_nodes_of_a_joint_graph_say_whose_they_are(kind: type[nn.Sequential]) -> None:
     found = []
 
     def read(joint: torch.fx.GraphModule, inputs: object, **keywords: object) -> object:
@@ -496,7 +504,7 @@ def test_nodes_of_a_joint_graph_say_whose_they_are() -> None:
         return aot_module_simplified(gm, inputs, fw_compiler=lambda graph, _: graph, partition_fn=read)
 
     torch.compiler.reset()
-    torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend)(torch.randn(2, 4))
+    torch.compile(kind(nn.Linear(4, 4), nn.Tanh()), backend=backend)(torch.randn(2, 4))
     (tanh,) = (n for n in found if n.target is torch.ops.aten.tanh.default)
     (grad,) = (n for n in found if n.target is torch.ops.aten.mm.default and torch_internals.is_backward(n))
     assert torch_internals.module_path(tanh) == "1" and not torch_internals.is_backward(tanh)

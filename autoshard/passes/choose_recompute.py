@@ -9,11 +9,12 @@ another can be dropped. What is left at the end is exact, as long as no more tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+CLOSE = 1 / 128  # of an aim
 MOST = 20_000  # choices that are followed from block to block; of more, evenly many
 
 
@@ -34,6 +35,31 @@ class Block:
 
     name: str
     options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What choices are made for so that a simulated peak ends below a budget: the budget, or less where the sum of blocks' bytes is
+    not all that there is. missed, met: the lowest aim so far whose peak was above the budget, and the highest whose was not.
+    misses: how many were above in a row."""
+
+    at: int
+    missed: int | None = None
+    met: int | None = None
+    misses: int = 0
+
+    def after(self, over: int) -> Aim:
+        """The next one, where this one's peak was by so many bytes above the budget: lower, by twice as much each time, until one is
+        met; and then between that and what missed."""
+        missed, met = (self.at, self.met) if over > 0 else (self.missed, self.at)
+        if met is None:
+            return replace(self, at=self.at - (over << self.misses), missed=missed, misses=self.misses + 1)
+        return replace(self, at=self.at if missed is None else (met + missed) // 2, missed=missed, met=met)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing better is to be had from another."""
+        return self.met is not None and (self.missed is None or self.missed - self.met <= max(1, CLOSE * self.met))
 
 
 @dataclass(frozen=True)

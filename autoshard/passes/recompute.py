@@ -15,6 +15,7 @@ checkpointing in that block.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
 from autoshard.cost_model.work import kind_of, op_name
-from autoshard.passes import graphs
+from autoshard.passes import graphs, group_parameters
 from autoshard.passes.base import Context, Stage
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
@@ -45,7 +46,21 @@ class Recompute:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         if context.plan.recompute:
             tag(gm, context.plan.policy_of)
+            _say_what_was_not_found(gm, context)
         return gm
+
+
+def _say_what_was_not_found(gm: GraphModule, context: Context) -> None:
+    """That a policy does nothing would be seen in the peak alone."""
+    used = set(map(group_parameters.block_of, context.parameters.values()))
+    wanted = [block for block, _ in context.plan.recompute if block in used]
+    found = values_of_blocks(gm, backward_of(gm))
+    if found and wanted and not found.keys() & set(wanted) and not graphs.calls(gm, graphs.BLOCK):
+        warnings.warn(
+            f"recompute: no operation of this graph is known to belong to {wanted[0]!r}, or to any other block that has a policy, "
+            "though their parameters are used here: nothing of them is computed again, and the step's peak will be higher",
+            stacklevel=2,
+        )
 
 
 def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
