@@ -428,7 +428,7 @@ def module_path(node: torch.fx.Node) -> str:
     local of its forward's frame, or where a decorator wraps that (transformers 5.24's Llama) the first of the wrapper's arguments.
     Seen: 2.11, 2.13."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return re.sub(r"^L\['(args'\]\[0|\w+')\]\.?", "", str(list(stack.values())[-1][0])) if stack else ""
+    return re.sub(r"^L\['\w+'\](\[0\])?\.?", "", str(list(stack.values())[-1][0])) if stack else ""
 
 
 def is_backward(node: torch.fx.Node) -> bool:
