@@ -3,7 +3,7 @@
 # make check   ruff and strict typing          make bench      side by side with DDP, FSDP2, DeepSpeed
 # make bench-accuracy   predictions beside measurements: docs/accuracy.md
 # make bench-links      what a line carries, a step's timeline as predicted and as executed, hosts of several processes, compressed gradients: bench/results
-# make bench-recompute  memory against time beside torch's ways to recompute: bench/results/recompute.md
+# make bench-recompute  memory against time beside torch's ways to recompute, and peaks beside budgets: bench/results
 # TORCH=2.11.0 any of these on another torch, where there is no GPU; its environment lies beside the first
 
 TORCH ?= 2.13.0
@@ -53,6 +53,7 @@ bench-links: $(VENV)/ready
 bench-recompute: $(VENV)/ready
 	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/recompute.py
+	$(BIN)/python bench/budgets.py
 
 wheel: $(VENV)/ready
 	$(BIN)/python -m build --wheel --no-isolation
