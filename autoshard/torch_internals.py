@@ -44,6 +44,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import flop_counter
 
 __all__ = [
+    "KEEPS_OPERATORS",
     "SET_GRAD_ENABLED",
     "CompiledCall",
     "CustomPartitionerFn",
@@ -378,6 +379,10 @@ def wrap_compiled(compiled: Any, wrapper: Callable[[Callable[..., Any]], Callabl
     return compiled
 
 
+# Whether Inductor can be told not to take an operator apart: 2.11 then refuses it, as one that has both.
+KEEPS_OPERATORS = torch.__version__ >= (2, 13)  # type: ignore[operator]
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -386,11 +391,11 @@ def compile_with_inductor(
     kept: Iterable[Any] = (),
 ) -> Callable[..., Any]:
     """Inductor's whole pipeline with our partitioner (in `patches`) and our step before codegen (`inner`). kept: operators that it is
-    not to take apart."""
+    not to take apart, where `KEEPS_OPERATORS`."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    without = set(kept)
+    without = set(kept) if KEEPS_OPERATORS else set()
     table = {op: how for op, how in select_decomp_table().items() if op not in without} if without else None
     run: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches, decompositions=table)
     return run  # type: ignore[no-any-return]

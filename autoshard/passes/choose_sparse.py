@@ -11,13 +11,14 @@ from autoshard.cost_model.step import GroupCost, reduction_seconds, sparse_secon
 from autoshard.inventory import Inventory, ParameterInfo, floating
 from autoshard.ops.sparse import pays
 from autoshard.plan import Plan
+from autoshard.torch_internals import KEEPS_OPERATORS
 
 WORTH = 0.9  # of the time that the whole gradient takes, at most
 
 
 def choose_sparse(plan: Plan, inventory: Inventory, costs: Iterable[GroupCost], cluster: Cluster) -> tuple[str, ...]:
     """Their names. costs: of the plan's groups."""
-    if plan.leaves_alone or plan.compression or plan.low_rank or cluster.device.inside.scatters:
+    if plan.leaves_alone or plan.compression or plan.low_rank or cluster.device.inside.scatters or not KEEPS_OPERATORS:
         return ()
     infos = {p.name: p for p in inventory.parameters}
     whole = [(g, cost) for g, cost in zip(plan.groups, costs) if g.degrees.optimizer == 1]
