@@ -22,9 +22,9 @@ class GroupCost:
     """What the model needs to know of a group of parameters.
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
-    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of the gradients that are reduced
-    together. Degrees, reduction, message and node as in the plan. apart: elements of each parameter that is gathered by itself. replicas: processes that hold
-    the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
+    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of
+    the gradients that are reduced together. Degrees, reduction, message and node as in the plan. apart: elements of each parameter
+    that is gathered by itself. replicas: processes that hold the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
     for which `residue` are kept. sparse: of how many elements the gradients travel as rows that were looked up, of each embedding
     `rows` elements of a process.
     """
@@ -138,8 +138,8 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
         for collective, sent, over, most in _reductions(g, payload, cluster):
             yield collective, "backward", sent, over, most
     for rows in g.rows:
-        for collective, sent, over in _rows(g, rows, cluster):
-            yield collective, "backward", sent, over, 0
+        for collective, sent, over, most in _rows(g, rows, cluster):
+            yield collective, "backward", sent, over, most
     if g.thin and g.replicas > 1:
         for _ in ("left", "right"):
             yield "all_reduce", "backward", g.thin * 4 // 2, cluster.group(g.replicas, g.optimizer_degree), 0
@@ -161,16 +161,16 @@ def reduction_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:
     return sum(_seconds(*each, cluster)[1] for each in _reductions(g, payload, cluster))
 
 
-def _rows(g: GroupCost, rows: int, cluster: Cluster) -> Iterable[tuple[str, int, Group]]:
+def _rows(g: GroupCost, rows: int, cluster: Cluster) -> Iterable[tuple[str, int, Group, int]]:
     """The same of an embedding of whose gradient a process has so many elements: counts, and rows."""
     over = cluster.group(g.replicas, g.optimizer_degree)
     for sent in (INDEX, rows * g.reduce_itemsize):
-        yield "all_gather", sent * g.replicas, over
+        yield "all_gather", sent * g.replicas, over, 0
 
 
 def sparse_seconds(g: GroupCost, rows: int, cluster: Cluster) -> float:
     """What that takes."""
-    return sum(collectives.seconds(name, sent, over, cluster.device) for name, sent, over in _rows(g, rows, cluster))
+    return sum(_seconds(*each, cluster)[1] for each in _rows(g, rows, cluster))
 
 
 def _seconds(collective: str, payload: int, group: Group, most: int, cluster: Cluster) -> tuple[int, float]:

@@ -69,16 +69,4 @@ def _gathered(own: Tensor, size: int, group: str) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(own, size, group))  # type: ignore[no-any-return]
 
 
-@reduce_sparse.register_fake
-def _(
-    grad: Tensor,
-    indices: Tensor | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    name: str,
-    padding: int,
-    carried: torch.dtype,
-    size: int,
-    group: str,
-) -> Tensor:
-    return grad.new_empty(shape, dtype=dtype)
+reduce_sparse.register_fake(lambda grad, indices, shape, dtype, *_: grad.new_empty(shape, dtype=dtype))

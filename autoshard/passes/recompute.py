@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any, ClassVar
@@ -45,17 +45,17 @@ class Recompute:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         if context.plan.recompute:
-            tag(gm, context.plan.policy_of)
-            _say_what_was_not_found(gm, context)
+            found = tag(gm, context.plan.policy_of)
+            if found and not graphs.calls(gm, graphs.BLOCK):
+                _say_what_was_not_found(found, context)
         return gm
 
 
-def _say_what_was_not_found(gm: GraphModule, context: Context) -> None:
+def _say_what_was_not_found(found: Collection[str | None], context: Context) -> None:
     """That a policy does nothing would be seen in the peak alone."""
     used = set(map(group_parameters.block_of, context.parameters.values()))
     wanted = [block for block, _ in context.plan.recompute if block in used]
-    found = values_of_blocks(gm, backward_of(gm))
-    if found and wanted and not found.keys() & set(wanted) and not graphs.calls(gm, graphs.BLOCK):
+    if wanted and not set(wanted).intersection(found):
         warnings.warn(
             f"recompute: no operation of this graph is known to belong to {wanted[0]!r}, or to any other block that has a policy, "
             "though their parameters are used here: nothing of them is computed again, and the step's peak will be higher",
@@ -63,15 +63,17 @@ def _say_what_was_not_found(gm: GraphModule, context: Context) -> None:
         )
 
 
-def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> None:
-    """Tags what forward computes in blocks that have a policy. An inference graph stays as it is."""
+def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> Collection[str | None]:
+    """Tags what forward computes in blocks that have a policy; whose operations it found. An inference graph stays as it is."""
     backward = backward_of(joint)
-    for block, nodes in values_of_blocks(joint, backward).items():
+    blocks = values_of_blocks(joint, backward)
+    for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
             saved = _with_items(chosen(nodes, policy) | set(filterfalse(_repeatable, nodes))) | _leaving(nodes, backward)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
+    return blocks.keys()
 
 
 def name_repeated(backward: GraphModule) -> None:
