@@ -23,6 +23,7 @@ from autoshard.ops import wire
 from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
+from autoshard.plan import Plan
 
 Key = tuple[int, Any, Any]  # (position of the group, layout, dtypes in and out)
 
@@ -68,9 +69,13 @@ class Bucket:
         keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]], reverse=reverse) for k in keys]  # type: ignore[index]
-        cut = self.mb * 1e6 if self.mb else context.plan.bucket
-        whole = [op is graphs.REDUCE_GRAD and not Layout.parse(str(layout)).sharded for _, layout, _ in keys]
-        return [part for members, gradients in zip(ordered, whole) for part in _cut(members, cut if self.mb or gradients else 0)]
+        most = [self.mb * 1e6 or _most(op, str(layout), context.plan) for _, layout, _ in keys]
+        return [part for members, limit in zip(ordered, most) for part in _cut(members, limit)]
+
+
+def _most(op: Any, layout: str, plan: Plan) -> int:
+    """Bytes of one bucket, by the plan: it cuts gradients of what every process has whole."""
+    return plan.bucket if op is graphs.REDUCE_GRAD and not Layout.parse(layout).sharded else 0
 
 
 def _cut(members: list[Node], most: float) -> list[list[Node]]:
