@@ -20,7 +20,8 @@ from autoshard import torch_internals
 from autoshard.capture import REPEATED, Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
-from autoshard.cost_model.cluster import Cluster, measured_here
+from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
+from autoshard.cost_model.collectives import table_name
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like, free_memory
 from autoshard.cost_model.optimizer import NAMED, like
 from autoshard.errors import ConfigError, ShardingError, UnsupportedError
@@ -43,6 +44,7 @@ from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
+from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.regions import make_regions
@@ -141,12 +143,34 @@ class FirstCall:
     def _agree(self, inventory: Inventory) -> Plan:
         if self.world.size == 1:
             return self._decide(inventory, [self._statement(inventory)])
-        store, what = torch_internals.job_store(""), "the first call of this model"
-        agreement = Agreement(store, self.world.rank, self.world.size, self.topic, what, self.patience)
-        text = agreement.reach(
-            self._statement(inventory), lambda all: self._decide(inventory, all).to_json()
-        )
+        statements: list[Statement] = []  # rank 0 will have them
+
+        def measures(all: list[Statement]) -> str:
+            statements.extend(all)
+            return "measure" if self._links_unknown() else ""
+
+        rate = link_rate(self.config.timeout) if self._agreement("links").reach(self._statement(inventory), measures) else None
+        text = self._agreement("plan").reach({}, lambda _: self._decide(inventory, statements, rate).to_json())
         return Plan.from_json(text)
+
+    def _agreement(self, about: str) -> Agreement:
+        store, what = torch_internals.job_store(""), "the first call of this model"
+        return Agreement(store, self.world.rank, self.world.size, f"{self.topic}.{about}", what, self.patience)
+
+    def _links_unknown(self) -> bool:
+        """Whether all there is of the links is round figures, and processors send. See [Note: Links at the first call]."""
+        if self.config.cluster != "auto" or self.config.resolved_plan() or device_of(self.model).type != "cpu":
+            return False
+        cluster = local_cluster(self.config, self.world.size, device_of(self.model))
+        return table_name("all_gather", cluster.group(cluster.world)) not in cluster.device.tables
+
+    def _cluster(self, rate: float | None) -> Cluster:
+        """What is known of the machines. rate: bytes a second of their links, if it was measured now."""
+        known = local_cluster(self.config, self.world.size, device_of(self.model))
+        if rate is None:
+            return known
+        self.phases.say(f"           [dim]links carry {bytes_text(int(rate))}/s[/]")
+        return with_rate(known, rate)
 
     def _statement(self, inventory: Inventory) -> Statement:
         names = names_of(self.model)
@@ -163,13 +187,13 @@ class FirstCall:
             "_arithmetic": _arithmetic(device_of(self.model)),
         }
 
-    def _decide(self, inventory: Inventory, statements: list[Statement]) -> Plan:
+    def _decide(self, inventory: Inventory, statements: list[Statement], rate: float | None = None) -> Plan:
         pinned = self.config.resolved_plan()
         if pinned is not None:
             return pinned
         states = [optimizers.states_of(o) for o in self.optimizers]
         where = Circumstances(
-            cluster=local_cluster(self.config, self.world.size, device_of(self.model)),
+            cluster=self._cluster(rate),
             budget=budget_bytes(self.config, min(s["_free"] for s in statements)),
             optimizer_states=max(states) if states else None,
         )

@@ -26,7 +26,7 @@ from autoshard import Config, optim
 from autoshard.calibrate import _rising
 from autoshard.capture import capture
 from autoshard.cost_model import collectives, liveness, timeline
-from autoshard.cost_model.cluster import Cluster, measured_here, preset
+from autoshard.cost_model.cluster import Cluster, measured_here, preset, with_rate
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
@@ -559,6 +559,14 @@ def test_devices_are_known_by_what_drivers_call_them() -> None:
     unknown = device_named_like("NVIDIA T4", 16 * gib)
     assert unknown.name == "NVIDIA T4" and unknown.memory == 16 * gib and not is_known(unknown)
     assert all(d.source for d in DEVICES.values())
+
+
+def test_a_measured_rate_is_that_of_the_slowest_links_and_near_ones_are_the_same() -> None:
+    cpu = DEVICES["cpu"]
+    one, two = Cluster(1, 2, cpu), Cluster(2, 2, cpu)
+    assert with_rate(one, 120e6).device.across == cpu.across and with_rate(two, 120e6).device.inside == cpu.inside
+    assert with_rate(one, 120e6).device.inside.bandwidth == pytest.approx(120e6, rel=0.2)
+    assert with_rate(two, 118e6) == with_rate(two, 123e6) != with_rate(two, 24e6)
 
 
 def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

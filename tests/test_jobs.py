@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -131,6 +132,35 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
     assert dead.code == 9
     assert survivor.code not in (0, -6), survivor.output
     assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
+
+
+def test_links_are_measured_where_nothing_says_what_they_carry(tmp_path: Path) -> None:
+    body = f"""
+    from autoshard.cost_model.cluster import Cluster
+    from autoshard.cost_model.hardware import DEVICES
+    os.environ["XDG_CACHE_HOME"] = {str(tmp_path)!r}
+    for i, cluster in enumerate(("auto", Cluster(1, 2, DEVICES["cpu"]))):
+        each = nn.Sequential(nn.Linear(8, 16))
+        print("model", i, file=sys.stderr)
+        compiled(each, cluster=cluster, verbose=True)(torch.randn(4, 8)).sum().backward()
+    """
+    first, second = launch(2, body)
+    assert first.code == second.code == 0, first.output + second.output
+    _, unknown, known = first.output.split("model ")
+    assert "links carry" in unknown and "links carry" not in known, first.output
+
+
+def test_a_process_that_dies_while_links_are_measured_ends_the_others() -> None:
+    body = """
+    import torch.distributed as dist
+    from autoshard.runtime.link import link_rate
+    dist.init_process_group("gloo")
+    if rank == 1: os._exit(9)
+    link_rate(5.0)
+    """
+    survivor, dead = launch(2, body)
+    assert dead.code == 9
+    assert "PeerLostError: rank 0 measured its links and lost another process" in survivor.output, survivor.output
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -88,6 +89,15 @@ def measured_here(name: str) -> Device:
     """The device of this name as it was measured on this machine; its preset where it was not."""
     known, file = preset(name), cache_file(name)
     return Cluster.load(file).device if file.exists() else known
+
+
+def with_rate(cluster: Cluster, rate: float) -> Cluster:
+    """The cluster, where its slowest links carry so many bytes a second. Rounded to a power of the square root of two, so that
+    jobs on the same machines make the same plans, though no two measurements are equal."""
+    rounded = float(2 ** (round(2 * math.log2(rate)) / 2))
+    name = "across" if cluster.nodes > 1 else "inside"
+    link = replace(getattr(cluster.device, name), bandwidth=rounded)
+    return replace(cluster, device=replace(cluster.device, **{name: link}))
 
 
 def preset(name: Any) -> Device:
