@@ -65,8 +65,8 @@ class Config:
         says that it is faster.
     codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
         stand together are one kernel each).
-    cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets), a Cluster, or a YAML file of
-        one.
+    cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets and, on CPUs, a few messages of the
+        first call), a Cluster, or a YAML file of one.
     optimizer: what a plan assumes before an optimizer is seen: "adamw", "sgd", ...
     fuse_optimizer: "auto" (torch.optim's Adam, AdamW and SGD step all their parameters at once, unless they were told how), or
         False.
