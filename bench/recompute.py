@@ -1,11 +1,14 @@
 """Peak memory against step time of three ways to save less for backward, on one process of one thread.
 
-    python bench/recompute.py [--models llama,gpt2] [--codegen inductor] [--batch 8]
+    python bench/recompute.py [--models llama,gpt2] [--codegen inductor] [--batch 8] [--all-saved]
 
 autoshard with memory budgets from all that torch saves down to the least that is possible; torch's own
 `activation_memory_budget`; and `torch.utils.checkpoint` around the first so many blocks. Each point has a process of its
 own, which compiles, tells its peak, and waits; then all take a few steps in turn, over and over, so that all ways meet the
 same noise; a process takes 0.7 GB and more. Of a point's steps the median is taken. Writes bench/results/recompute.md, .json and .png.
+
+--all-saved: only the three ways where each saves all, several processes each: how far apart processes of one way are, and
+the ways. Writes bench/results/recompute_all_saved.md.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 BUDGETS = 8
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.0)
 ROUNDS, WARM_UP, STEPS = 7, 2, 3
+PROCESSES = 4  # of one point, where all is saved
 EQUAL = 1.005  # peaks that differ by less are the same
 WAYS = {"autoshard": "autoshard, by budget", "torch": "activation_memory_budget", "checkpoint": "checkpoint of blocks"}
 
@@ -170,6 +174,43 @@ def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
     return [_row(one.point, one.peak, statistics.median(one.seconds)) for one in served]
 
 
+def all_saved(name: str, codegen: str, batch: int) -> list[str]:
+    """A table's rows: of each way that saves all its processes' step times, by the median of torch's."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = points(name, codegen, batch, Path(folder))
+        ways = {way: next(p for p in found if p.way == way) for way in WAYS}
+        served = [Served(point, codegen, batch) for _ in range(PROCESSES) for point in ways.values()]
+    for _ in range(ROUNDS):
+        for one in served:
+            one.take_steps()
+    for one in served:
+        one.end()
+    steps = {way: sorted(statistics.median(s.seconds) for s in served if s.point.way == way) for way in WAYS}
+    unit = statistics.median(steps["torch"])
+    texts = {way: [f"{statistics.median(each) / unit:.3f}", ", ".join(f"{s / unit:.3f}" for s in each)] for way, each in steps.items()}
+    return [f"| {name} | {WAYS[way]} | {ways[way].label} | {' | '.join(text)} |" for way, text in texts.items()]
+
+
+def _write_all_saved(models: list[str], codegen: str, batch: int) -> None:
+    head = [
+        f"Step times where each way saves all, {PROCESSES} processes each, on {cpu()} with {os.cpu_count()} cores, torch "
+        f"{torch.__version__}, one thread each, {codegen}, batch {batch}, as ratios to the median of torch's. Written by "
+        "`python bench/recompute.py --all-saved`.",
+        "",
+        "| model | way | setting | median | each process |",
+        "|---|---|---|---:|---|",
+    ]
+    rows = [row for name in models for row in all_saved(name, codegen, batch)]
+    (HERE / "results" / "recompute_all_saved.md").write_text("\n".join([*head, *rows, ""]))
+    print("\n".join(rows))
+
+
+def cpu() -> str:
+    """What the processor calls itself."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def _row(point: Point, peak: int, step: float) -> dict[str, Any]:
     return {"model": point.model, "way": point.way, "label": point.label, "predicted": point.predicted, "peak": peak, "step": step}
 
@@ -182,7 +223,7 @@ def at_no_more(peak: float, rows: list[dict[str, Any]]) -> float:
 def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     """Markdown: a table for each model, times as ratios to the point that saves all, of autoshard."""
     lines = [
-        f"Peak and step time on {platform.machine()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
+        f"Peak and step time on {cpu()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
         f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is "
         "autoshard's time, at no more than that way's peak (to 0.5 %), divided by that way's time. Written by "
         "`python bench/recompute.py`.",
@@ -223,10 +264,14 @@ def main() -> None:
     parser.add_argument("--models", default="llama,gpt2")
     parser.add_argument("--codegen", default="inductor")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--all-saved", action="store_true")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point:
         serve(Point(**json.loads(arguments.point)), arguments.codegen, arguments.batch)
+        return
+    if arguments.all_saved:
+        _write_all_saved(arguments.models.split(","), arguments.codegen, arguments.batch)
         return
     rows = [row for name in arguments.models.split(",") for row in run(name, arguments.codegen, arguments.batch)]
     results = HERE / "results"
