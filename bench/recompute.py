@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import contenders  # noqa: E402
+import report  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
 
@@ -162,15 +162,20 @@ class Served:
         self.process.wait()
 
 
-def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
-    """Every point of a model."""
-    with tempfile.TemporaryDirectory() as folder:
-        served = [Served(point, codegen, batch) for point in points(name, codegen, batch, Path(folder))]
+def _take_turns(served: list[Served]) -> None:
+    """Until all have taken their steps."""
     for _ in range(ROUNDS):
         for one in served:
             one.take_steps()
     for one in served:
         one.end()
+
+
+def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
+    """Every point of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        served = [Served(point, codegen, batch) for point in points(name, codegen, batch, Path(folder))]
+    _take_turns(served)
     return [_row(one.point, one.peak, statistics.median(one.seconds)) for one in served]
 
 
@@ -180,11 +185,7 @@ def all_saved(name: str, codegen: str, batch: int) -> list[str]:
         found = points(name, codegen, batch, Path(folder))
         ways = {way: next(p for p in found if p.way == way) for way in WAYS}
         served = [Served(point, codegen, batch) for _ in range(PROCESSES) for point in ways.values()]
-    for _ in range(ROUNDS):
-        for one in served:
-            one.take_steps()
-    for one in served:
-        one.end()
+    _take_turns(served)
     steps = {way: sorted(statistics.median(s.seconds) for s in served if s.point.way == way) for way in WAYS}
     unit = statistics.median(steps["torch"])
     texts = {way: [f"{statistics.median(each) / unit:.3f}", ", ".join(f"{s / unit:.3f}" for s in each)] for way, each in steps.items()}
@@ -193,7 +194,7 @@ def all_saved(name: str, codegen: str, batch: int) -> list[str]:
 
 def _write_all_saved(models: list[str], codegen: str, batch: int) -> None:
     head = [
-        f"Step times where each way saves all, {PROCESSES} processes each, on {cpu()} with {os.cpu_count()} cores, torch "
+        f"Step times where each way saves all, {PROCESSES} processes each, on {report.cpu_name()} with {os.cpu_count()} cores, torch "
         f"{torch.__version__}, one thread each, {codegen}, batch {batch}, as ratios to the median of torch's. Written by "
         "`python bench/recompute.py --all-saved`.",
         "",
@@ -203,12 +204,6 @@ def _write_all_saved(models: list[str], codegen: str, batch: int) -> None:
     rows = [row for name in models for row in all_saved(name, codegen, batch)]
     (HERE / "results" / "recompute_all_saved.md").write_text("\n".join([*head, *rows, ""]))
     print("\n".join(rows))
-
-
-def cpu() -> str:
-    """What the processor calls itself."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _row(point: Point, peak: int, step: float) -> dict[str, Any]:
@@ -223,7 +218,7 @@ def at_no_more(peak: float, rows: list[dict[str, Any]]) -> float:
 def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     """Markdown: a table for each model, times as ratios to the point that saves all, of autoshard."""
     lines = [
-        f"Peak and step time on {cpu()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
+        f"Peak and step time on {report.cpu_name()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
         f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is "
         "autoshard's time, at no more than that way's peak (to 0.5 %), divided by that way's time. Written by "
         "`python bench/recompute.py`.",

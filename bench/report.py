@@ -34,6 +34,12 @@ BOUND_TARGET = {1000: 1.25}
 HEAD = "| contender | median step s | ratio to ddp | ratio to fsdp2 | bound s | ratio to it | peak MB per rank | first step s |"
 
 
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where the figures come from."""

@@ -115,11 +115,9 @@ def _first_apart(losses: Sequence[float], expected: Sequence[float]) -> int | No
 
 def machine(hosts: str) -> Machine:
     """What the figures were taken on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cores = os.cpu_count() or 0
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    return Machine(models[0] if models else "unknown", cores, torch.__version__, "gloo", date, hosts)
+    return Machine(report.cpu_name(), cores, torch.__version__, "gloo", date, hosts)
 
 
 def _measure(asked: argparse.Namespace, scratch: Path) -> Results:
