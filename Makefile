@@ -53,7 +53,7 @@ bench-links: $(VENV)/ready
 bench-recompute: $(VENV)/ready
 	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/recompute.py
-	$(BIN)/python bench/recompute.py --all-saved
+	$(BIN)/python bench/recompute.py --closest
 	$(BIN)/python bench/budgets.py
 
 wheel: $(VENV)/ready

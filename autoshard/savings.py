@@ -3,7 +3,7 @@ from.
 
 [Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
-saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on are what is worth saving: the points of a parametric cut through
+saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what is worth saving: the points of a parametric cut through
 the block, from nothing to what torch saves. Each is cut and simulated; blocks that are graphs of their own by themselves, all
 others together in the whole graph.
 """
@@ -30,7 +30,8 @@ from autoshard.passes.recompute import backward_of, needed, operations, values_o
 from autoshard.plan import Plan
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
-LEVELS = 10  # of what a block may save, between nothing and what torch saves
+LEVELS = 16  # of what a block may save, between nothing and what torch saves
+LITTLE = 1 / 128  # of all that a block may save: no level of its own
 _COSTLY = ("matmul", "convolution", "attention", "random", "reduction")
 
 
@@ -85,9 +86,10 @@ class Savings:
         usual = {_made_by(n) for n in nodes if n.name in kept}
         found = {key: n for key, n in operations(nodes).items() if n in wanted and (kind_of(n) in _COSTLY or n in usual)}
         saved, own = set(found.values()), set(nodes)
-        spared = {key: self._seconds_again(n, own, saved) / self._bytes_kept(n, wanted) for key, n in found.items()}
+        sizes = {key: self._bytes_kept(n, wanted) for key, n in found.items()}
+        spared = {key: self._seconds_again(n, own, saved) / sizes[key] for key, n in found.items()}
         worth = sorted(found, key=lambda key: -spared[key])
-        counts = sorted({round(i * len(worth) / LEVELS) for i in range(1, LEVELS + 1)} - {0})
+        counts = levels([sizes[key] for key in worth])
         saves = [[key for key in found if key in worth[:count]] for count in counts]
         return ["full", *(" ".join(["save", *keys]) for keys in saves)]
 
@@ -119,6 +121,13 @@ class Savings:
         step = self.simulate_alone(cut)
         saved = sum(self._number(p.bytes) for p in _saved(step.program))
         return Option(policy, saved, max(step.totals), sum(step.seconds))
+
+
+def levels(sizes: Sequence[int]) -> list[int]:
+    """How many of values of these bytes each level saves: one more of those that are worth one, but for LEVELS at most."""
+    least = LITTLE * sum(sizes)
+    counts = [i for i, size in enumerate(sizes, 1) if size >= least or i == len(sizes)]
+    return sorted({counts[-(-i * len(counts) // LEVELS) - 1] for i in range(1, LEVELS + 1)}) if counts else []
 
 
 def _shifted(whole: Option, alone: Option, usual: Option) -> Option:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import recompute  # noqa: E402
+import report  # noqa: E402
 
 WITHIN = 0.03  # of the predicted peak
 SAME = 1.001  # peaks that differ by less are the same: a few small tensors that a step happens to hold
@@ -44,7 +44,7 @@ def measure(model: str, codegen: str, batch: int) -> list[Peak]:
     """One plan after the other, the largest budget first."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for point in recompute.points(model, codegen, batch, Path(folder)):
+        for point in recompute.Planner(model, codegen, batch, Path(folder)).points():
             if point.way == "autoshard":
                 served = recompute.Served(point, codegen, batch)
                 served.end()
@@ -71,7 +71,7 @@ def markdown(peaks: Sequence[Peak], failed: Sequence[str], batch: int) -> str:
     lines = [
         "# Measured peaks under memory budgets",
         "",
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; one process, batch {batch}. Each entry is a budget "
+        f"{report.cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}; one process, batch {batch}. Each entry is a budget "
         "in MB, the measured peak, and how far that is from the predicted one. Written by `python bench/budgets.py`.",
         "",
     ]

@@ -1,14 +1,14 @@
 """Peak memory against step time of three ways to save less for backward, on one process of one thread.
 
-    python bench/recompute.py [--models llama,gpt2] [--codegen inductor] [--batch 8] [--all-saved]
+    python bench/recompute.py [--models llama,gpt2] [--codegen inductor] [--batch 8] [--closest]
 
 autoshard with memory budgets from all that torch saves down to the least that is possible; torch's own
 `activation_memory_budget`; and `torch.utils.checkpoint` around the first so many blocks. Each point has a process of its
 own, which compiles, tells its peak, and waits; then all take a few steps in turn, over and over, so that all ways meet the
 same noise; a process takes 0.7 GB and more. Of a point's steps the median is taken. Writes bench/results/recompute.md, .json and .png.
 
---all-saved: only the three ways where each saves all, several processes each: how far apart processes of one way are, and
-the ways. Writes bench/results/recompute_all_saved.md.
+--closest: only where torch's ways are closest to ours, those that save the most, several processes of each and of ours with
+that peak as its budget: how far apart processes of one way are, and the ways. Writes bench/results/recompute_closest.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 BUDGETS = 8
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.0)
 ROUNDS, WARM_UP, STEPS = 7, 2, 3
-PROCESSES = 4  # of one point, where all is saved
+CLOSEST = (("torch", "1.0"), ("checkpoint", "0"), ("torch", "0.8"))
+PROCESSES = 4  # of each of the closest
 EQUAL = 1.005  # peaks that differ by less are the same
 WAYS = {"autoshard": "autoshard, by budget", "torch": "activation_memory_budget", "checkpoint": "checkpoint of blocks"}
 
@@ -71,25 +72,36 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def points(name: str, codegen: str, batch: int, folder: Path) -> list[Point]:
-    """All that is measured of one model."""
-    make, data = zoo.MODELS[name]
-    with torch.device("meta"):
-        model = make().train()
-    here = Cluster(1, 1, measured_here("cpu"))
-    forecaster = Forecaster(capture(model, data(batch, None)), NAMED["adamw"], here, codegen)
-    config = autoshard.Config(zero=0, codegen=codegen)  # type: ignore[arg-type]
-    plan = make_plan(forecaster.captured.inventory, config, Circumstances(here, None), forecaster)
-    top, floor = plan.predicted.peak_bytes, forecaster.fit(plan, 0).predicted.peak_bytes
-    found = []
-    for i in reversed(range(BUDGETS)):
-        budget = floor + (top - floor) * i // (BUDGETS - 1)
-        made = forecaster.fit(plan, budget)
-        file = folder / f"{name}{i}.json"
+class Planner:
+    """Of one model's plans for this machine. folder: where plans are written."""
+
+    def __init__(self, name: str, codegen: str, batch: int, folder: Path) -> None:
+        make, data = zoo.MODELS[name]
+        with torch.device("meta"):
+            model = make().train()
+        here = Cluster(1, 1, measured_here("cpu"))
+        self.name, self.folder, self.blocks = name, folder, len(blocks_of(model))
+        self.forecaster = Forecaster(capture(model, data(batch, None)), NAMED["adamw"], here, codegen)
+        config = autoshard.Config(zero=0, codegen=codegen)  # type: ignore[arg-type]
+        self.plan = make_plan(self.forecaster.captured.inventory, config, Circumstances(here, None), self.forecaster)
+
+    def within(self, budget: int) -> Point:
+        """Ours with this budget, in bytes."""
+        made = self.forecaster.fit(self.plan, budget)
+        file = self.folder / f"{self.name}{budget}.json"
         file.write_text(made.to_json())
-        found.append(Point(name, "autoshard", str(file), f"{budget / 1e6:.1f} MB", budget, made.predicted.peak_bytes))
-    found += [Point(name, "torch", str(b), str(b)) for b in TORCH_BUDGETS]
-    return found + [Point(name, "checkpoint", str(n), f"{n} blocks") for n in range(len(blocks_of(model)) + 1)]
+        return Point(self.name, "autoshard", str(file), f"{budget / 1e6:.1f} MB", budget, made.predicted.peak_bytes)
+
+    def rival(self, way: str, setting: str) -> Point:
+        """One of torch's ways."""
+        return Point(self.name, way, setting, f"{setting} blocks" if way == "checkpoint" else setting)
+
+    def points(self) -> list[Point]:
+        """All that is measured of the model."""
+        top, floor = self.plan.predicted.peak_bytes, self.forecaster.fit(self.plan, 0).predicted.peak_bytes
+        found = [self.within(floor + (top - floor) * i // (BUDGETS - 1)) for i in reversed(range(BUDGETS))]
+        found += [self.rival("torch", str(b)) for b in TORCH_BUDGETS]
+        return found + [self.rival("checkpoint", str(n)) for n in range(self.blocks + 1)]
 
 
 def contender(point: Point, codegen: str) -> contenders.Contender:
@@ -174,35 +186,53 @@ def _take_turns(served: list[Served]) -> None:
 def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
     """Every point of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        served = [Served(point, codegen, batch) for point in points(name, codegen, batch, Path(folder))]
+        served = [Served(point, codegen, batch) for point in Planner(name, codegen, batch, Path(folder)).points()]
     _take_turns(served)
     return [_row(one.point, one.peak, statistics.median(one.seconds)) for one in served]
 
 
-def all_saved(name: str, codegen: str, batch: int) -> list[str]:
-    """A table's rows: of each way that saves all its processes' step times, by the median of torch's."""
+def closest(name: str, codegen: str, batch: int) -> list[str]:
+    """A table's rows: of each of torch's ways and of ours at its peak the processes' step times, by the median of torch's."""
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        found = points(name, codegen, batch, Path(folder))
-        ways = {way: next(p for p in found if p.way == way) for way in WAYS}
-        served = [Served(point, codegen, batch) for _ in range(PROCESSES) for point in ways.values()]
-    _take_turns(served)
-    steps = {way: sorted(statistics.median(s.seconds) for s in served if s.point.way == way) for way in WAYS}
-    unit = statistics.median(steps["torch"])
-    texts = {way: [f"{statistics.median(each) / unit:.3f}", ", ".join(f"{s / unit:.3f}" for s in each)] for way, each in steps.items()}
-    return [f"| {name} | {WAYS[way]} | {ways[way].label} | {' | '.join(text)} |" for way, text in texts.items()]
+        planner = Planner(name, codegen, batch, Path(folder))
+        for way, setting in CLOSEST:
+            theirs = [Served(planner.rival(way, setting), codegen, batch) for _ in range(PROCESSES)]
+            point = planner.within(int(theirs[0].peak * EQUAL))
+            ours = [Served(point, codegen, batch) for _ in range(PROCESSES)]
+            _take_turns([one for pair in zip(theirs, ours) for one in pair])
+            found += _compared(theirs, ours)
+    return found
 
 
-def _write_all_saved(models: list[str], codegen: str, batch: int) -> None:
+def _compared(theirs: list[Served], ours: list[Served]) -> list[str]:
+    """Two rows."""
+    found = []
+    unit = statistics.median(_steps(theirs))
+    for served in (theirs, ours):
+        ratios = [step / unit for step in _steps(served)]
+        point, peak = served[0].point, max(one.peak for one in served) / 1e6
+        each = ", ".join(f"{r:.3f}" for r in ratios)
+        found.append(f"| {point.model} | {WAYS[point.way]} | {point.label} | {peak:.1f} | {statistics.median(ratios):.3f} | {each} |")
+    return found
+
+
+def _steps(served: list[Served]) -> list[float]:
+    """Each process's step, the fastest first."""
+    return sorted(statistics.median(one.seconds) for one in served)
+
+
+def _write_closest(models: list[str], codegen: str, batch: int) -> None:
     head = [
-        f"Step times where each way saves all, {PROCESSES} processes each, on {report.cpu_name()} with {os.cpu_count()} cores, torch "
-        f"{torch.__version__}, one thread each, {codegen}, batch {batch}, as ratios to the median of torch's. Written by "
-        "`python bench/recompute.py --all-saved`.",
+        f"Step times of those of torch's ways that save the most, and of ours with a budget of that peak (and 0.5 %), {PROCESSES} "
+        f"processes each, on {report.cpu_name()} with {os.cpu_count()} cores, torch {torch.__version__}, one thread each, {codegen}, "
+        f"batch {batch}, as ratios to the median of torch's. Written by `python bench/recompute.py --closest`.",
         "",
-        "| model | way | setting | median | each process |",
-        "|---|---|---|---:|---|",
+        "| model | way | setting | peak MB | median | each process |",
+        "|---|---|---|---:|---:|---|",
     ]
-    rows = [row for name in models for row in all_saved(name, codegen, batch)]
-    (HERE / "results" / "recompute_all_saved.md").write_text("\n".join([*head, *rows, ""]))
+    rows = [row for name in models for row in closest(name, codegen, batch)]
+    (HERE / "results" / "recompute_closest.md").write_text("\n".join([*head, *rows, ""]))
     print("\n".join(rows))
 
 
@@ -259,14 +289,14 @@ def main() -> None:
     parser.add_argument("--models", default="llama,gpt2")
     parser.add_argument("--codegen", default="inductor")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--all-saved", action="store_true")
+    parser.add_argument("--closest", action="store_true")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point:
         serve(Point(**json.loads(arguments.point)), arguments.codegen, arguments.batch)
         return
-    if arguments.all_saved:
-        _write_all_saved(arguments.models.split(","), arguments.codegen, arguments.batch)
+    if arguments.closest:
+        _write_closest(arguments.models.split(","), arguments.codegen, arguments.batch)
         return
     rows = [row for name in arguments.models.split(",") for row in run(name, arguments.codegen, arguments.batch)]
     results = HERE / "results"

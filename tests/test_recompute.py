@@ -28,6 +28,7 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
 from autoshard.report import plan_tables, rendered
+from autoshard.savings import LEVELS, LITTLE, levels
 from tests import models
 from tests.cluster import Cluster as Processes
 from tests.parity import measure
@@ -70,6 +71,15 @@ def test_aims_end_at_the_highest_that_is_met(peaks: list[int], more: int, budget
     assert aim.settled == bool(fitting)
     if fitting:
         assert max(p for p in found if p <= budget) >= max(fitting) * (1 - 2 * CLOSE) - more - 1
+
+
+@given(st.lists(st.integers(1, 1 << 20), max_size=3 * LEVELS))
+def test_levels_save_one_value_more_each_where_they_can(sizes: list[int]) -> None:
+    found = levels(sizes)
+    large = [i for i, size in enumerate(sizes, 1) if size >= LITTLE * sum(sizes)]
+    assert found == sorted(set(found)) and len(found) <= LEVELS and found[-1:] == ([len(sizes)] if sizes else [])
+    if len(large) < LEVELS:
+        assert found[: len(large)] == large
 
 
 @given(blocks(), st.integers(0, 80))
