@@ -279,7 +279,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
             found = sorted((r["peak"] / 1e6, r["step"] / unit) for r in own if r["way"] == way)
             axes.plot(*zip(*found), marker="o", label=name)
         axes.set(title=model, xlabel="measured peak, MB", ylabel="step time, 1 = autoshard saving all")
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(WAYS))
     figure.savefig(file, dpi=120)
 
 
