@@ -113,8 +113,9 @@ def _best(blocks: Sequence[Block], cost: Cost) -> tuple[Option, ...] | None:
 def _extended(front: _Front, options: Sequence[Option], cost: Cost) -> _Front:
     saved = np.concatenate([front.saved + o.saved for o in options])
     costs = np.concatenate([cost(front, o) for o in options])
-    order = np.lexsort((costs, saved))
+    order = np.argsort(saved, kind="stable")  # options' fronts are in order already, which it merges
     before = np.minimum.accumulate(np.concatenate([[np.inf], costs[order][:-1]]))
     kept = order[costs[order] < before]
+    kept = kept[np.append(np.diff(saved[kept]) > 0, True)[: len(kept)]]  # of as many bytes the last costs the least
     kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), MOST)).astype(np.int64)] if len(kept) else kept
     return _Front(saved[kept], costs[kept], kept % len(front.saved), kept // len(front.saved))
