@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import shutil
 import warnings
@@ -11,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import torch
 from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
-from autoshard.errors import AutoshardError, PeerLostError
 from autoshard.kernels.region import OPERATORS
 from autoshard.ops import block, packing
 from autoshard.ops.block import Block
@@ -30,6 +27,7 @@ from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
 from autoshard.passes.take_whole import Whole, put_unshards, wholes
 from autoshard.runtime.dtensors import taking_rows
+from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.version import __version__
 
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
@@ -86,7 +84,7 @@ class Compilation:
             blocks = compile_blocks(gm, self.differentiate, self.generate)
             outer = self.around(gm, blocks, inputs)
             run = outer._inductor(gm, inputs) if outer.inductor else outer._eager(gm, inputs)
-        named = taking_rows(_naming_lost_peers(run), tuple(rows))
+        named = taking_rows(naming_lost_peers(run), tuple(rows))
         named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
         return named
 
@@ -210,7 +208,7 @@ class Compilation:
                     gathered = {n for n, whole in self._wholes_of(graph).items() if whole.sharded}
                     torch_internals.leave_as_they_lie(graph.graph, gathered)
                 compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
-            return torch_internals.wrap_compiled(compiled, _naming_lost_peers)
+            return torch_internals.wrap_compiled(compiled, naming_lost_peers)
 
         identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec}"
         patches = {
@@ -258,31 +256,8 @@ def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     for node in gm.graph.nodes:
         node.target = direct.get(node.target, node.target)
 
-    guarded = _naming_lost_peers(torch_internals.boxed(gm))
+    guarded = naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]
-    return guarded
-
-
-_SIGNS_OF_LOSS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting")
-
-
-def _naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns the transport's error into PeerLostError, which says what it means for the job."""
-
-    @functools.wraps(run)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except AutoshardError:
-            raise
-        except RuntimeError as error:
-            if any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
-                raise PeerLostError(
-                    f"rank {torch.distributed.get_rank()} lost another process of the job in a collective "
-                    f"(it died, or did not come within the timeout); look at its own log. ({error})"
-                ) from error
-            raise
-
     return guarded
 
 

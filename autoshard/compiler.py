@@ -196,6 +196,7 @@ class Backend:
             buffers=_buffers(state, inputs) if not apart else frozenset(),
             everyone=processes.name_of_everyone(),
             fuses=self._fuses(inputs),
+            early=state.early if state and not apart else None,
         )
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
         with self._phases.phase("compile", "in all so far"):

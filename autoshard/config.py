@@ -22,8 +22,8 @@ CODEGENS = ("inductor", "triton", "eager")
 HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 MESH_AXES = ("replicate", "shard")
 _DECIDING = (
-    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "hierarchy", "buffers",
-    "replicate_below",
+    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "hierarchy", "early_gathers",
+    "buffers", "replicate_below",
 )
 
 
@@ -63,6 +63,10 @@ class Config:
         "two_level": parameters between nodes and then inside of them, gradients the other way round. "hpz": so too, and at stage 3
         each node keeps a copy between its processes, from which backward gathers. "auto": "two_level" on CPUs, where the cost model
         says that it is faster.
+    early_gathers: True: the gathers that a training forward starts with start when the optimizer has stepped, beside what a loop
+        does in between. Each forward compares its rows with what was sent, and where anything wrote to them (a load, an average swapped
+        in) gathers them anew. That takes a copy of these rows and of what they make between steps, and one small all-reduce a forward,
+        for which on GPUs the process waits; so it is for loops that have something to do in between.
     codegen: "inductor", "eager" (the rewritten graph, op by op), or "triton" (so too, but on GPUs elementwise operations that
         stand together are one kernel each).
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets and, on CPUs, a few messages of the
@@ -91,6 +95,7 @@ class Config:
     compression: Literal["bf16", "fp16", "powersgd"] | None = None
     compression_rank: int = 4
     hierarchy: Literal["auto", "flat", "two_level", "hpz"] = "auto"
+    early_gathers: bool = False
     codegen: Literal["inductor", "triton", "eager"] = "inductor"
     cluster: Cluster | str | Path = "auto"
     optimizer: str = "adamw"
@@ -113,6 +118,7 @@ class Config:
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))
+        _one_of("early_gathers", self.early_gathers, (False, True))
         _one_of("buffers", self.buffers, ("broadcast", "local"))
         self._check_budget()
         self._check_mesh()
@@ -175,6 +181,8 @@ class Config:
         names = [p.name for p in registry.pipeline_for(self.passes, self.disable_passes)]
         if self.compression in COMPRESSIONS and "compress" not in names[: names.index("lower") if "lower" in names else None]:
             raise ConfigError("compression: no pass 'compress' before 'lower'; legal: passes with it, or compression=None")
+        if self.early_gathers and "early_gathers" not in names:
+            raise ConfigError("early_gathers: no pass 'early_gathers'; legal: passes with it, or early_gathers=False")
 
     def _check_plan(self) -> None:
         changed = [f.name for f in fields(self) if f.name in _DECIDING and getattr(self, f.name) != f.default]

@@ -36,6 +36,7 @@ from autoshard.inventory import (
     rows_looked_up,
     take_inventory,
 )
+from autoshard.ops.early import Early
 from autoshard.owner import call_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.graphs import UNSHARD, is_call
@@ -133,7 +134,7 @@ class FirstCall:
                 for optimizer in self.optimizers:
                     optimizers.check_steps_on_shards(optimizer)
         self._describe(plan)
-        state = ModelState(self.model, plan, self.world, fuses=self.config.fuse_optimizer == "auto")
+        state = ModelState(self.model, plan, self.world, fuses=self.config.fuse_optimizer == "auto", early=self._early(plan))
         if not plan.leaves_alone:
             self._shard(state)
             state.regions = make_regions(self.model, REPEATED) if plan.regions else None
@@ -213,10 +214,15 @@ class FirstCall:
         return limited or (self.config.zero == "auto" and self.world.size > 1)
 
     def _of_family(self, plan: Plan) -> Plan:
-        """Blocks that are compiled one by one have a graph each, in which no block has a number."""
-        if not isinstance(self.model, Family) or not plan.recompute:
+        """Blocks that are compiled one by one have a graph each, in which no block has a number, and which starts late."""
+        if not isinstance(self.model, Family):
             return plan
-        return replace(plan, recompute=(("", plan.recompute[0][1]),))
+        if plan.early:
+            plan = plan.because("early_gathers: blocks that are compiled one by one each start with gathers, and take none early")
+        return replace(plan, recompute=(("", plan.recompute[0][1]),)) if plan.recompute else plan
+
+    def _early(self, plan: Plan) -> Early | None:
+        return Early() if plan.early and not isinstance(self.model, Family) else None
 
     def _forecaster(self, where: Circumstances) -> Forecaster | None:
         """Simulates what this call will take by each plan; None where the model cannot be traced by itself."""

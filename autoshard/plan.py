@@ -155,6 +155,7 @@ class Plan:
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
+    early: the gathers that a forward starts with start when the optimizer has stepped; see [Note: Early gathers] in ops/early.py.
     node: processes of a node, where gathers go between nodes first and then inside of them, and reductions the other way round;
         0: each in one step over all processes.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
@@ -175,6 +176,7 @@ class Plan:
     message: int = 0
     apart: int = 0
     ahead: int = 1
+    early: bool = False
     node: int = 0
     buffers: str = "broadcast"
     recompute: tuple[tuple[str, str], ...] = ()
@@ -356,6 +358,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         message=data.get("message", 0),
         apart=data.get("apart", 0),
         ahead=data.get("ahead", 1),
+        early=data.get("early", False),
         node=data.get("node", 0),
         buffers=data.get("buffers", "broadcast"),
         recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),

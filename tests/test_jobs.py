@@ -34,6 +34,19 @@ def test_a_finished_job_exits_with_0_fifty_times() -> None:
             assert ended.code == 0, ended.output
 
 
+@pytest.mark.parametrize("end", ["", pytest.param("torch.distributed.destroy_process_group()", marks=pytest.mark.full)])
+def test_a_job_ends_with_gathers_of_a_step_that_never_comes(end: str) -> None:
+    body = """
+    step, optimizer = compiled(early_gathers=True), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    for ended in launch(2, textwrap.dedent(body) + end):
+        assert ended.code == 0 and "unwaited" not in ended.output, ended.output
+
+
 def test_one_process_is_left_alone() -> None:
     body = _steps() + "print(autoshard.plan_of(model).leaves_alone, type(model[0].weight).__name__)"
     (ended,) = launch(1, body)

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, Protocol
 from torch.fx import GraphModule
 
 from autoshard.cost_model.hardware import Device
+from autoshard.ops.early import Early
 from autoshard.plan import Plan
 
 Stage = Literal["traced", "joint", "split", "code"]
@@ -32,7 +33,7 @@ class Context:
     parameters: the name of each graph input that is a parameter, by position, of the traced and joint graphs.
     buffers: positions of graph inputs that are buffers of the model.
     everyone: process group of all processes. phase: which graph this is, at stages "split" and "code". fuses: the device that
-    kernels are generated for; None where none are.
+    kernels are generated for; None where none are. early: where gathers may start when the optimizer has stepped.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Context:
     everyone: str = ""
     phase: Phase = "forward"
     fuses: Device | None = None
+    early: Early | None = None
 
 
 class Pass(Protocol):

@@ -217,7 +217,14 @@ def _at_stage(
     )
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
+    plan = _with_early_gathers(plan) if config.early_gathers else plan
     return predict(plan, inventory, where.states(config), where.cluster)
+
+
+def _with_early_gathers(plan: Plan) -> Plan:
+    if not plan.sharded:
+        return plan.because("early_gathers: nothing is gathered where all parameters are whole")
+    return replace(plan, early=True).because("gathers that forward starts with start when the optimizer has stepped, as was asked for")
 
 
 def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:

@@ -11,6 +11,7 @@ from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
 from autoshard.passes.bucket import Bucket
 from autoshard.passes.compress import Compress
+from autoshard.passes.early_gathers import EarlyGathers
 from autoshard.passes.early_matmuls import EarlyMatmuls
 from autoshard.passes.fuse_elementwise import FuseElementwise
 from autoshard.passes.hoist_unshards import HoistUnshards
@@ -34,14 +35,15 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyMatmuls, PlainRepeats, SeedDropout,
+        TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout,
         FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
+    "two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,"
+    "fuse_elementwise"
 )
 
 

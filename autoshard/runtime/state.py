@@ -21,11 +21,13 @@ from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.family import members_of
 from autoshard.inventory import names_of
+from autoshard.ops.early import Early
 from autoshard.plan import Plan
 from autoshard.runtime import fused_step, local_step, scaler
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
 from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
@@ -41,7 +43,7 @@ class ModelState:
 
     compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
     blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are known
-    are stepped at once. steps: how those that stepped did, by class. reporter: makes the report of this.
+    are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class ModelState:
     compiled: set[int] = field(default_factory=set)
     regions: Regions | None = None
     fuses: bool = False
+    early: Early | None = None
     steps: dict[str, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
 
@@ -81,7 +84,12 @@ class ModelState:
         accumulation = copy.deepcopy(self.accumulation, memo)
         lockstep = self.lockstep and self.lockstep.for_copy()
         made = replace(
-            self, model=copy.deepcopy(self.model, memo), accumulation=accumulation, lockstep=lockstep, compiled=set()
+            self,
+            model=copy.deepcopy(self.model, memo),
+            accumulation=accumulation,
+            lockstep=lockstep,
+            compiled=set(),
+            early=self.early and Early(),
         )
         if not self.plan.leaves_alone:
             _live.add(made)
@@ -148,7 +156,19 @@ def copies() -> list[ModelState]:
 def watch_steps() -> None:
     """Installs, once, what surrounds every optimizer step, by torch's public hooks."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(optimizer))
+
+
+def _stepped(optimizer: Optimizer) -> None:
+    _after_step(optimizer)
+    for early in sorted((s.early for s in _of(optimizer) if s.early), key=lambda early: early.number):
+        naming_lost_peers(early.start)()
+
+
+def _of(optimizer: Optimizer) -> list[ModelState]:
+    """The states of the models whose parameters an optimizer has."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [state for state in _live if not parameters.isdisjoint(state.ids)]
 
 
 def _after_step(optimizer: Optimizer) -> None:
@@ -159,9 +179,8 @@ def _after_step(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _after_step(optimizer)  # where the last step failed, the hooks after it did not run
     closure = kwargs.get("closure", next(iter(args[1:]), None)) is not None  # args[0] is the optimizer
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [s for s in _live if any(id(p) in s.ids for p in parameters)]
-    stepped = [p for p in parameters if p.grad is not None]
+    states = _of(optimizer)
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for state in states:
         state.check_before_step(optimizer, stepped, closure)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]

@@ -1,0 +1,80 @@
+"""Rewrite: the gathers that a training forward starts with take what the optimizer's step has sent. See [Note: Early gathers].
+
+These are those of the buckets that are on their way before anything is computed: the first, and as many as the plan gathers ahead.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Graph, GraphModule, Node
+
+from autoshard.ops.early import GATHER_EARLY, Recipe
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+
+
+@dataclass(frozen=True)
+class EarlyGathers:
+    name: ClassVar[str] = "early_gathers"
+    stage: ClassVar[Stage] = "split"
+    requires: ClassVar[frozenset[str]] = frozenset({"collectives"})
+    provides: ClassVar[frozenset[str]] = frozenset()
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        gathers = _first(gm, 1 + context.plan.ahead)
+        if context.early is None or context.phase != "forward" or not gathers:
+            return gm
+        packing = _sources(gm, gathers)
+        rows = [node for node in packing if node.op == "placeholder"]
+        _, size, group = gathers[0].args
+        recipe = Recipe(_alone(packing, [gather.all_input_nodes[0] for gather in gathers]), size, group)  # type: ignore[arg-type]
+        with gm.graph.inserting_before(gathers[0]):
+            taken = gm.graph.call_function(GATHER_EARLY, (rows, context.early.name, context.early.learn(recipe)))
+            taken.meta["val"] = [graphs.example(gather) for gather in gathers]
+            for i, gather in enumerate(gathers):
+                item = gm.graph.call_function(operator.getitem, (taken, i))
+                item.meta.update(gather.meta)
+                gather.replace_all_uses_with(item)
+        for node in reversed([*packing, *gathers]):
+            if node.op != "placeholder" and not node.users:
+                gm.graph.erase_node(node)
+        return gm
+
+
+def _first(gm: GraphModule, buckets: int) -> list[Node]:
+    """The gathers of so many buckets, as far as they go over one group and take nothing but rows; not the second of two steps."""
+    gathers = [node for node in gm.graph.nodes if graphs.gathers(node)]
+    parts = list(dict.fromkeys(node.meta["part"] for node in gathers))[:buckets]
+    return [
+        node
+        for node in gathers
+        if node.meta["part"] in parts
+        and node.args[1:] == gathers[0].args[1:]
+        and not any(graphs.gathers(source) for source in _sources(gm, [node]))
+    ]
+
+
+def _sources(gm: GraphModule, nodes: Sequence[Node]) -> list[Node]:
+    """All that these are made of, in graph order."""
+    found, todo = set[Node](), [source for node in nodes for source in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return [node for node in gm.graph.nodes if node in found]
+
+
+def _alone(nodes: Sequence[Node], results: Sequence[Node]) -> GraphModule:
+    """A graph of these nodes, inputs among them, that gives a list of these results."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}
+    graph.output([copies[result] for result in results])
+    return GraphModule({}, graph)
