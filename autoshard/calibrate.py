@@ -28,11 +28,13 @@ from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.runtime import processes
+from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.presence import Patience
 
 PASSES = 3
 SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 IN_A_ROW = 3  # collectives
+SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
 Run = Callable[[], object]
 Shapes = Sequence[tuple[int, ...]]
@@ -52,6 +54,8 @@ class Row:
 def calibrate(timeout: float = 60.0) -> Cluster:
     """The cluster that this process is part of, measured. A collective call under a launcher."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()  # as in a job
     world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
     group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
@@ -64,7 +68,8 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     middle = {name: {size: statistics.median(found) for size, found in rows.items()} for name, rows in tables.items()}
     made = _device(device, {name: _rising(points.items()) for name, points in middle.items()})
     if group:
-        made = replace(measured(made, where), **asdict(_sharing(device, group)))
+        shared = [asdict(_sharing(device, group)) for _ in range(SHARINGS)]
+        made = replace(measured(made, where), **{name: statistics.median(s[name] for s in shared) for name in shared[0]})
     return Cluster(where.nodes, where.per_node, made)
 
 
@@ -89,7 +94,8 @@ def _sharing(device: torch.device, group: str) -> Sharing:
     compute(100)
     link()  # the first ones warm up
     count = max(1, int(_together(statistics.median([link() for _ in range(9)]) / compute(100)) * 100 / 2))
-    return Sharing(*_beside(lambda: compute(count), link, gather, wait), _skew(lambda: compute(4 * count), device))
+    skew = _skew(lambda: compute(4 * count), device)
+    return Sharing(*_beside(lambda: compute(count), link, gather, wait), skew, _wake(lambda: compute(count), group, device))
 
 
 def _beside(
@@ -110,8 +116,7 @@ def _beside(
 
 
 def _skew(compute: Callable[[], float], device: torch.device) -> float:
-    """How much later than each usually is through the slowest is, as a share of what each computes. Of means, since a step waits
-    many times."""
+    """How much later than each usually is through the slowest is, as a share of what each computes."""
     number = torch.zeros(1, device=device)
     own, until = [], []
     for _ in range(60):
@@ -119,7 +124,28 @@ def _skew(compute: Callable[[], float], device: torch.device) -> float:
         meeting = _timed(lambda: dist.all_reduce(number), device)
         own.append(compute())
         until.append(own[-1] + _timed(lambda: dist.all_reduce(number), device) - meeting)
-    return min(max(_together(statistics.mean(until)) / _together(statistics.median(own)) - 1, 0.0), 1.0)
+    return min(max(_together(_several(until)) / _together(statistics.median(own)) - 1, 0.0), 1.0)
+
+
+def _wake(compute: Callable[[], float], group: str, device: torch.device) -> float:
+    """How much longer a small gather takes from asking for it to having it, after some computing, than one of several in a row."""
+    numbers = torch.zeros(2**10, device=device)
+
+    def gather() -> Tensor:
+        return _functional.all_gather_into_tensor(numbers, dist.get_world_size(), group)  # type: ignore[no-any-return]
+
+    found = []
+    for _ in range(60):
+        compute()
+        found.append(_timed(lambda: _functional.wait_tensor(gather()), device))
+    in_a_row = statistics.median(_timed(lambda: _in_a_row(gather), device) for _ in range(20)) / IN_A_ROW
+    return min(max(_together(_several(found)) - _together(in_a_row), 0.0), 1.0)
+
+
+def _several(found: Sequence[float]) -> float:
+    """What one of several in a step takes: of means, since a step waits several times and each may be late; of these the median, since
+    a machine that others use stands still now and then."""
+    return statistics.median(statistics.mean(found[at : at + 10]) for at in range(0, len(found), 10))
 
 
 def _median(row: Row, device: torch.device) -> float:

@@ -45,6 +45,7 @@ from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
+from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.presence import Patience
@@ -138,6 +139,8 @@ class FirstCall:
         if not plan.leaves_alone:
             self._shard(state)
             state.regions = make_regions(self.model, REPEATED) if plan.regions else None
+        if device_of(self.model).type == "cpu" and keep_freed_memory():
+            self.phases.say("           [dim]this process keeps what it frees, for the next step[/]")
         state.attach()
         return state
 

@@ -115,7 +115,7 @@ def _device(data: Any) -> Device:
     if "preset" in data:
         base = preset(data.pop("preset"))
     else:
-        missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "drag", "skew", "tables")]
+        missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "drag", "skew", "wake", "tables")]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
         base = DEVICES["cpu"]

@@ -37,7 +37,8 @@ class Device:
     memory, bytes a second. launch: seconds that a kernel takes at least. inside, across: links within a node and between
     nodes, a process; their latency is that of one hop. message: seconds that a collective takes before its first hop.
     interference, drag: what compute, and what a collective, loses of each second in which both are at work. skew: the share of
-    compute by which the slowest process is behind at a collective. tables: what `autoshard calibrate` measured, see
+    compute by which the slowest process is behind at a collective. wake: seconds from asking for a collective until what carries it
+    out has begun, which a link that is busy has anyway. tables: what `autoshard calibrate` measured, see
     `cost_model/kernels.py`. source: of the figures.
     """
 
@@ -53,6 +54,7 @@ class Device:
     interference: float = 0.0
     drag: float = 0.0
     skew: float = 0.0
+    wake: float = 0.0
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,7 @@ class Device:
         _in_range("interference", self.interference, 0, 10, "seconds a second")
         _in_range("drag", self.drag, 0, 10, "seconds a second")
         _in_range("skew", self.skew, 0, 10, "seconds a second")
+        _in_range("wake", self.wake, 0, 1, "seconds")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():

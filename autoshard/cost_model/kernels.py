@@ -35,6 +35,9 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     spent = look_up(table, size)
     if hard is not None and np.any(work.hard):
         spent = np.maximum(spent, look_up(hard, work.hard / 3))
+    memory = device.tables.get("pointwise")
+    if work.kind in BY_FLOPS and memory is not None:  # of a few rows, a matmul reads little but the weights
+        spent = np.maximum(spent, look_up(memory, work.read + work.written))
     saved = max(table[0][1] - device.launch, 0.0) if fused else 0.0
     return np.maximum(spent - saved, device.launch) + (_one_by_one(work, device) if fused else 0.0)
 

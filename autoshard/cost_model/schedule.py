@@ -92,7 +92,7 @@ class Schedule:
                     links = {link: sharing.delayed(end, now, both) for link, end in links.items()}
                 now = now + sharing.slowed(taken, busy)
             elif isinstance(event, Message):
-                links[event.link] = np.maximum(links.get(event.link, now), now) + event.seconds
+                links[event.link] = np.maximum(links.get(event.link, now), now + sharing.wake) + event.seconds
                 ends.update(dict.fromkeys(event.gives, links[event.link]))
             else:
                 for piece in event.pieces:

@@ -4,6 +4,7 @@
 through, for each link carries out its collectives in turn: that between nodes is one, what is inside of them another. A wait holds compute up until its collective has ended. Where
 the processor itself moves the bytes (gloo), both slow down while both are at work: of each such second compute loses
 `interference`, and the collective `drag`. So several operations take beside a collective what one of their whole length would.
+Who carries a collective out is asleep when there is none, and begins `wake` after it is issued, or when the one before has ended.
 Processes are slower by turns, and a collective waits for the slowest: between two of them compute takes `skew` of itself longer.
 """
 
@@ -63,19 +64,20 @@ MOST = 0.9  # of a second; what was measured where nothing else was left would n
 
 @dataclass(frozen=True)
 class Sharing:
-    """What compute and the link lose of each second in which both are at work, both below 1; and what compute loses to waiting
-    for slower processes."""
+    """What compute and the link lose of each second in which both are at work, both below 1; what compute loses to waiting for
+    slower processes; and the seconds until a link at rest begins."""
 
     interference: float = 0.0
     drag: float = 0.0
     skew: float = 0.0
+    wake: float = 0.0
 
     @staticmethod
     def on(device: Device, groups: Iterable[Group]) -> Sharing:
         """Of a job with these groups of processes; one process waits for nobody."""
         if all(group.size == 1 for group in groups):
             return ALONE
-        return Sharing(min(device.interference, MOST), min(device.drag, MOST), device.skew)
+        return Sharing(min(device.interference, MOST), min(device.drag, MOST), device.skew, device.wake)
 
     def both(self, taken: Amount, busy: Amount) -> Amount:
         """Seconds in which both are: compute takes `taken` alone, and the link is busy for `busy` more if it is left alone."""
@@ -140,7 +142,7 @@ class _Walk:
             self.now = end
 
     def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link) -> None:
-        start = max(self.links.get(link, 0.0), self.now)
+        start = max(self.links.get(link, 0.0), self.now + self.sharing.wake)
         self.links[link] = start + seconds
         self.communication += seconds
         self.issued.update(dict.fromkeys(makes, at))

@@ -29,7 +29,7 @@ REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 
-_TO_COPY = torch.ops.aten._to_copy.default
+_TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 _c10d = torch.ops._c10d_functional
 GATHER = _c10d.all_gather_into_tensor.default
 REDUCTIONS = frozenset(
@@ -174,8 +174,12 @@ def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
 
 
 def _cast(value: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:
-    """In the form that Inductor takes; what is run op by op takes it as well."""
-    return torch.ops.prims.convert_element_type.default(value, dtype)  # type: ignore[no-any-return]
+    """In the form that Inductor takes."""
+    return _CONVERT(value, dtype)  # type: ignore[no-any-return]
+
+
+# Graphs that are run op by op call these instead: torch's own runs in Python, which takes longer than the copy of a small tensor.
+DIRECT: dict[Any, Callable[..., torch.Tensor]] = {_CONVERT: lambda value, dtype: torch.ops.aten._to_copy.default(value, dtype=dtype)}
 
 
 def inline(gm: GraphModule, node: Node, ops: GraphModule) -> None:

@@ -1,0 +1,41 @@
+"""What a process keeps of the memory that it frees."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROUNDS = """
+import resource, torch
+from autoshard.runtime.freed_memory import keep_freed_memory
+kept = {keeps} and keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    before = faults()
+    values = [torch.ones(2**18) for _ in range(64)]
+    return faults() - before
+[step() for _ in range(3)]
+print(kept, min(step() for _ in range(5)))
+"""
+
+
+def _rounds(keeps: bool, **environment: str) -> tuple[bool, int]:
+    """Whether it keeps it, and page faults of a round that takes and frees 64 MiB."""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", ROUNDS.format(keeps=keeps)]
+    out = subprocess.run(command, env=bare | environment, check=True, capture_output=True, text=True, timeout=120).stdout.split()
+    return out[0] == "True", int(out[1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's own")
+def test_a_round_faults_nothing_in_again() -> None:
+    (_, before), (kept, after) = _rounds(False), _rounds(True)
+    assert kept and before > 10_000 and after < before / 20
+
+
+def test_who_says_what_glibc_does_is_asked() -> None:
+    assert _rounds(True, MALLOC_TRIM_THRESHOLD_="131072")[0] is False
