@@ -146,6 +146,13 @@ HIERARCHIES: dict[str, Callable[[], Contender]] = {
 }
 
 
+# Where gathers start when the optimizer has stepped.
+EARLY: dict[str, Callable[[], Contender]] = {
+    f"autoshard{stage}{suffix}": partial(autoshard_zero, stage, early_gathers=early)
+    for stage in (1, 3)
+    for suffix, early in (("", False), ("_early", True))
+}
+
 # Where gradients are compressed.
 COMPRESSIONS: dict[str, Callable[[], Contender]] = {
     "ddp_fp16": partial(ddp_hooked, "fp16"),

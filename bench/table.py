@@ -21,7 +21,8 @@ from worker import Measured  # noqa: E402
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared. file: of the results, in bench/results, and of the bench. base: whose step the others' are divided by."""
+    """What is compared. file: of the results, in bench/results, and of the bench. base: whose step the others' are divided by. pause:
+    milliseconds in which a loop does something else after each step."""
 
     file: str
     title: str
@@ -29,6 +30,7 @@ class Comparison:
     base: str
     rates: str
     per_host: int = 1
+    pause: int = 0
 
 
 def _rows(measured: Sequence[Measured], base: str, mbit: int) -> list[str]:
@@ -55,7 +57,7 @@ def main(compared: Comparison, doc: str | None) -> int:
     lines: list[str] = []
     try:
         for mbit in map(int, asked.rates.split(",")):
-            measured = driver.job(compared.names, mbit, "shared", "--steps", str(asked.rounds))
+            measured = driver.job(compared.names, mbit, "shared", "--steps", str(asked.rounds), "--pause", str(compared.pause))
             lines += _rows(measured, compared.base, mbit) if measured else []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -72,7 +74,9 @@ def _write(compared: Comparison, asked: argparse.Namespace, lines: Sequence[str]
         f"# {compared.title}\n",
         f"{machine.cpu}, {machine.cores} cores, {asked.hosts} hosts of {processes}, torch {machine.torch}, gloo, {machine.date}.",
         f"Written by `python bench/{compared.file}.py`: the small Llama of docs/performance.md, medians of {asked.rounds} rounds on the",
-        f"slowest process, and of the rounds' own ratios to {compared.base}; the loss after all steps.\n",
+        f"slowest process, and of the rounds' own ratios to {compared.base}; the loss after all steps."
+        + (f" After each step {compared.pause} ms pass that do not count." if compared.pause else "")
+        + "\n",
         "| rate | | step, ms | ratio | loss |",
         "|---|---|---:|---:|---:|",
         *lines,

@@ -53,9 +53,10 @@ class Measured:
     peak: int | None = None
 
 
-def measure_steps(names: Sequence[str], rounds: int) -> list[Measured]:
-    """`rounds` timed steps of each contender after the warm-up, taking turns. See [Note: Side by side]."""
-    possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS
+def measure_steps(names: Sequence[str], rounds: int, pause: float = 0.0) -> list[Measured]:
+    """`rounds` timed steps of each contender after the warm-up, taking turns, with a pause of so many seconds after each. See
+    [Note: Side by side]."""
+    possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY
     runs = [(Measured(name), possible[name]()) for name in names]
     for number in range(WARM_UP + rounds):
         if number == WARM_UP:
@@ -63,6 +64,7 @@ def measure_steps(names: Sequence[str], rounds: int) -> list[Measured]:
         tokens = reference.batch(number, dist.get_rank())
         for measured, contender in runs:
             seconds, loss = _timed(contender, tokens)
+            time.sleep(pause)
             measured.losses.append(loss)
             if number >= WARM_UP:
                 measured.seconds.append(seconds)
@@ -199,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("contenders", help=f"of {', '.join(contenders.CONTENDERS)}; with commas between")
     parser.add_argument("--steps", type=int, default=15, help="timed rounds, after the warm-up")
+    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds after each of them")
     parser.add_argument("--memory", action="store_true", help="peak memory of one contender instead")
     parser.add_argument("--caches", type=Path, help="folder for compile caches; empty for a cold first step")
     parser.add_argument("--out", type=Path, required=True, help="JSON file that rank 0 writes")
@@ -207,7 +210,7 @@ def main() -> None:
     if asked.memory and len(names) != 1:
         parser.error("--memory takes one contender: another one's tensors would be counted")
     _start(asked.caches)
-    results = [measure_memory(names[0])] if asked.memory else measure_steps(names, asked.steps)
+    results = [measure_memory(names[0])] if asked.memory else measure_steps(names, asked.steps, asked.pause / 1e3)
     _report(results, asked.out)
     dist.barrier()
     sys.stdout.flush()

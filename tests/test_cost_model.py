@@ -311,6 +311,23 @@ def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
         assert next(s.end for s in dragged.spans if s.stream == "link") == (6.0 if compute == 2.0 else 10.0)
 
 
+def test_a_link_at_rest_begins_later_and_a_busy_one_does_not() -> None:
+    graph, reduce = Graph(), torch.ops._c10d_functional.all_reduce.default
+    first, second = (Operation(graph.call_function(reduce, ()), "forward", (), (i,)) for i in range(2))
+    kernel = Operation(graph.call_function(torch.ops.aten.relu.default, ()), "forward", (2,), (3,))
+    for between, end in ((1.0, 11.5), (5.0, 11.5), (5.5, 12.0), (7.0, 13.5)):
+        line = timeline.simulate(Program([first, kernel, second]), lambda _, c=between: c, lambda _: 5.0, timeline.Sharing(wake=1.5))
+        assert max(span.end for span in line.spans if span.stream == "link") == end
+
+
+def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
+    tables = {"matmul.fp32": ((1.0, 1e-9), (1e12, 1.0)), "pointwise": ((1.0, 1e-9), (1e9, 1.0))}
+    device = replace(DEVICES["cpu"], tables=tables)
+    few_rows = Work("matmul", flops=2 * 32 * 2000**2, read=4 * 2000**2, written=0)
+    assert seconds(few_rows, device) == pytest.approx(4 * 2000**2 / 1e9, rel=0.01)
+    assert seconds(replace(few_rows, flops=2 * 2000**3, read=12 * 2000**2), device) > 12 * 2000**2 / 1e9
+
+
 def test_what_goes_inside_of_nodes_and_what_goes_between_them_have_links_of_their_own() -> None:
     graph, reduce = Graph(), torch.ops._c10d_functional.all_reduce.default
     first, second = (Operation(graph.call_function(reduce, ()), "forward", (), (i,)) for i in range(2))

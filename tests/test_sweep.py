@@ -121,7 +121,7 @@ def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> No
 
 def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
     captured = capture(Small(), _tokens(4, 16), open=True)
-    shared = replace(TWO, device=replace(TWO.device, interference=0.3, drag=0.4))
+    shared = replace(TWO, device=replace(TWO.device, interference=0.3, drag=0.4, skew=0.1, wake=1e-4))
     forecaster = Forecaster(captured, STEPPED, shared, "eager")
     for way in _swept("small", "eager").ways:
         curve, schedule = forecaster.costs(way.plan)

@@ -1,0 +1,22 @@
+"""Steps whose first gathers start in forward, and when the optimizer has stepped, in a loop that does something else in between.
+
+    python bench/early_gathers.py [--rates 0,1000] [--hosts 2]
+
+All contenders take turns step by step in one job, as in bench/run.py, with a pause after each step. Writes
+bench/results/early_gathers.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import contenders  # noqa: E402
+import table  # noqa: E402
+
+COMPARED = table.Comparison("early_gathers", "Gathers that start early", tuple(contenders.EARLY), "autoshard3", "0,1000", pause=30)
+
+if __name__ == "__main__":
+    sys.exit(table.main(COMPARED, __doc__))
