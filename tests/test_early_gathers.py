@@ -35,7 +35,7 @@ Between = Callable[[Any, Any], None]
     ("name", "zero", "options"),
     [
         ("gpt2_deep", 3, {}),
-        ("odd", 1, {}),
+        in_full("odd", 1, {}),
         in_full("odd", 2, {}),
         in_full("gpt2_deep", 3, {"codegen": "inductor"}),
         in_full("gpt2_deep", 3, {"passes": "inline_regions,hoist_unshards,name_parameters,merge_unshards,bucket{mb=0.01},lower,overlap{ahead=3},early_gathers"}),
@@ -127,16 +127,21 @@ def in_a_loop(between: Between, build: Callable[[], nn.Module]) -> tuple[list[in
     return counts, max(abs(a.item() / b.item() - 1) for a, b in zip(losses, expected, strict=True))
 
 
-@pytest.mark.parametrize("build", [Net, Alone])
 @pytest.mark.parametrize(
-    ("between", "again"),
+    ("between", "again", "build"),
     [
-        (nothing, False),
-        (write_data, True),
-        (load, True),
-        (swap, True),
-        (step_again, False),
-        (evaluate, False),
+        (nothing, False, Net),
+        (write_data, True, Net),
+        (write_data, True, Alone),
+        (step_again, False, Net),
+        in_full(nothing, False, Alone),
+        in_full(load, True, Net),
+        in_full(load, True, Alone),
+        in_full(swap, True, Net),
+        in_full(swap, True, Alone),
+        in_full(step_again, False, Alone),
+        in_full(evaluate, False, Net),
+        in_full(evaluate, False, Alone),
     ],
 )
 def test_what_was_written_since_is_gathered_anew(

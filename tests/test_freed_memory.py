@@ -37,5 +37,6 @@ def test_a_round_faults_nothing_in_again() -> None:
     assert kept and before > 10_000 and after < before / 20
 
 
+@pytest.mark.full
 def test_who_says_what_glibc_does_is_asked() -> None:
     assert _rounds(True, MALLOC_TRIM_THRESHOLD_="131072")[0] is False
