@@ -131,9 +131,9 @@ def in_a_loop(between: Between, build: Callable[[], nn.Module]) -> tuple[list[in
     ("between", "again", "build"),
     [
         (nothing, False, Net),
-        (write_data, True, Net),
+        in_full(write_data, True, Net),
         (write_data, True, Alone),
-        (step_again, False, Net),
+        in_full(step_again, False, Net),
         in_full(nothing, False, Alone),
         in_full(load, True, Net),
         in_full(load, True, Alone),
@@ -174,6 +174,7 @@ def beside_a_copy() -> list[float]:
     return [(whole(p.detach()) - q).abs().max().item() for p, q in pairs]
 
 
+@pytest.mark.full
 def test_a_copy_of_the_model_has_its_own(two: Cluster) -> None:
     for distances in two.run(beside_a_copy):
         assert max(distances) <= TOLERANCE

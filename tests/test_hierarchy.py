@@ -105,7 +105,7 @@ def _planned(name: str, zero: int, hierarchy: str, **more: Any) -> Plan:
     [
         ("attention", 3, "hpz", "eager"),
         ("odd", 3, "two_level", "eager"),
-        ("gpt2", 2, "two_level", "eager"),
+        in_full("gpt2", 2, "two_level", "eager"),
         in_full("odd", 3, "hpz", "eager"),
         in_full("gpt2", 3, "hpz", "eager"),
         in_full("odd", 1, "two_level", "eager"),

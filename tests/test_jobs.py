@@ -34,7 +34,8 @@ def test_a_finished_job_exits_with_0_fifty_times() -> None:
             assert ended.code == 0, ended.output
 
 
-@pytest.mark.parametrize("end", ["", pytest.param("torch.distributed.destroy_process_group()", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["", "torch.distributed.destroy_process_group()"])
 def test_a_job_ends_with_gathers_of_a_step_that_never_comes(end: str) -> None:
     body = """
     step, optimizer = compiled(early_gathers=True), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -60,6 +60,7 @@ def test_what_is_not_legal_is_refused() -> None:
         Overlap(ahead=-1)
 
 
+@pytest.mark.full
 def test_a_plan_says_how_far(two: Cluster) -> None:
     """And trains as the plain model, whatever it says."""
     case = DEEP["gpt2_deep"]
