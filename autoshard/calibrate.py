@@ -75,10 +75,10 @@ def calibrate(timeout: float = 60.0) -> Cluster:
 
 def _sharing(device: torch.device, group: str) -> Sharing:
     """How compute and collectives get on beside each other: matmuls, and an all-gather that takes twice as long."""
-    a, message = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device)
+    a, message, little = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device), torch.zeros(2**10, device=device)
     size = dist.get_world_size()
 
-    def gather() -> Tensor:
+    def gather(message: Tensor = message) -> Tensor:
         return _functional.all_gather_into_tensor(message, size, group)  # type: ignore[no-any-return]
 
     def compute(count: int) -> float:
@@ -95,7 +95,8 @@ def _sharing(device: torch.device, group: str) -> Sharing:
     link()  # the first ones warm up
     count = max(1, int(_together(statistics.median([link() for _ in range(9)]) / compute(100)) * 100 / 2))
     skew = _skew(lambda: compute(4 * count), device)
-    return Sharing(*_beside(lambda: compute(count), link, gather, wait), skew, _wake(lambda: compute(count), group, device))
+    wake = _wake(lambda: compute(count), lambda: gather(little), device)
+    return Sharing(*_beside(lambda: compute(count), link, gather, wait), skew, wake)
 
 
 def _beside(
@@ -127,13 +128,8 @@ def _skew(compute: Callable[[], float], device: torch.device) -> float:
     return min(max(_together(_several(until)) / _together(statistics.median(own)) - 1, 0.0), 1.0)
 
 
-def _wake(compute: Callable[[], float], group: str, device: torch.device) -> float:
+def _wake(compute: Callable[[], float], gather: Callable[[], Tensor], device: torch.device) -> float:
     """How much longer a small gather takes from asking for it to having it, after some computing, than one of several in a row."""
-    numbers = torch.zeros(2**10, device=device)
-
-    def gather() -> Tensor:
-        return _functional.all_gather_into_tensor(numbers, dist.get_world_size(), group)  # type: ignore[no-any-return]
-
     found = []
     for _ in range(60):
         compute()

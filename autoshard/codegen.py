@@ -252,7 +252,8 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
 
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
-    direct: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **graphs.DIRECT, **{op: region.run for op, region in OPERATORS.items()}}
+    direct: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **graphs.DIRECT}
+    direct |= {op: region.run for op, region in OPERATORS.items()}
     for node in gm.graph.nodes:
         node.target = direct.get(node.target, node.target)
 

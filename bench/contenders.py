@@ -148,9 +148,7 @@ HIERARCHIES: dict[str, Callable[[], Contender]] = {
 
 # Where gathers start when the optimizer has stepped.
 EARLY: dict[str, Callable[[], Contender]] = {
-    f"autoshard{stage}{suffix}": partial(autoshard_zero, stage, early_gathers=early)
-    for stage in (1, 3)
-    for suffix, early in (("", False), ("_early", True))
+    f"autoshard{stage}_early": partial(autoshard_zero, stage, early_gathers=True) for stage in (1, 3)
 }
 
 # Where gradients are compressed.

@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import contenders  # noqa: E402
 import table  # noqa: E402
 
-COMPARED = table.Comparison("early_gathers", "Gathers that start early", tuple(contenders.EARLY), "autoshard3", "0,1000", pause=30)
+NAMES = ("autoshard1", "autoshard1_early", "autoshard3", "autoshard3_early")
+COMPARED = table.Comparison("early_gathers", "Gathers that start early", NAMES, "autoshard3", "0,1000", pause=30)
 
 if __name__ == "__main__":
     sys.exit(table.main(COMPARED, __doc__))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, GraphModule, Node
 
-from autoshard.ops.early import GATHER_EARLY, Recipe
+from autoshard.ops.early import GATHER_EARLY, Early, Recipe
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
@@ -26,24 +26,28 @@ class EarlyGathers:
     bitwise: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
-        gathers = _first(gm, 1 + context.plan.ahead)
-        if context.early is None or context.phase != "forward" or not gathers:
-            return gm
-        packing = _sources(gm, gathers)
-        rows = [node for node in packing if node.op == "placeholder"]
-        _, size, group = gathers[0].args
-        recipe = Recipe(_alone(packing, [gather.all_input_nodes[0] for gather in gathers]), size, group)  # type: ignore[arg-type]
-        with gm.graph.inserting_before(gathers[0]):
-            taken = gm.graph.call_function(GATHER_EARLY, (rows, context.early.name, context.early.learn(recipe)))
-            taken.meta["val"] = [graphs.example(gather) for gather in gathers]
-            for i, gather in enumerate(gathers):
-                item = gm.graph.call_function(operator.getitem, (taken, i))
-                item.meta.update(gather.meta)
-                gather.replace_all_uses_with(item)
-        for node in reversed([*packing, *gathers]):
-            if node.op != "placeholder" and not node.users:
-                gm.graph.erase_node(node)
+        if context.early is not None and context.phase == "forward" and (gathers := _first(gm, 1 + context.plan.ahead)):
+            _take(gm, gathers, context.early)
         return gm
+
+
+def _take(gm: GraphModule, gathers: Sequence[Node], early: Early) -> None:
+    """What the step has sent in the place of what these gathers bring."""
+    sources = graphs.sources(gathers)
+    packing = [node for node in gm.graph.nodes if node in sources]
+    rows = [node for node in packing if node.op == "placeholder"]
+    _, size, group = gathers[0].args
+    recipe = Recipe(_alone(packing, [gather.all_input_nodes[0] for gather in gathers]), size, group)  # type: ignore[arg-type]
+    with gm.graph.inserting_before(gathers[0]):
+        taken = gm.graph.call_function(GATHER_EARLY, (rows, early.name, early.learn(recipe)))
+        taken.meta["val"] = [graphs.example(gather) for gather in gathers]
+        for i, gather in enumerate(gathers):
+            item = gm.graph.call_function(operator.getitem, (taken, i))
+            item.meta.update(gather.meta)
+            gather.replace_all_uses_with(item)
+    for node in reversed([*packing, *gathers]):
+        if node.op != "placeholder" and not node.users:
+            gm.graph.erase_node(node)
 
 
 def _first(gm: GraphModule, buckets: int) -> list[Node]:
@@ -55,19 +59,8 @@ def _first(gm: GraphModule, buckets: int) -> list[Node]:
         for node in gathers
         if node.meta["part"] in parts
         and node.args[1:] == gathers[0].args[1:]
-        and not any(graphs.gathers(source) for source in _sources(gm, [node]))
+        and not graphs.follows_another(node)
     ]
-
-
-def _sources(gm: GraphModule, nodes: Sequence[Node]) -> list[Node]:
-    """All that these are made of, in graph order."""
-    found, todo = set[Node](), [source for node in nodes for source in node.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
-    return [node for node in gm.graph.nodes if node in found]
 
 
 def _alone(nodes: Sequence[Node], results: Sequence[Node]) -> GraphModule:

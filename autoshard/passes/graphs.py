@@ -103,6 +103,22 @@ def dependents(gm: GraphModule, nodes: Iterable[Node]) -> list[Node]:
     return [node for node in gm.graph.nodes if node in found]
 
 
+def sources(nodes: Iterable[Node]) -> set[Node]:
+    """All that these nodes are made of, inputs of the graph among it; themselves as far as one is made of another."""
+    found, todo = set[Node](), [source for node in nodes for source in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def follows_another(gather: Node) -> bool:
+    """Whether a gather takes what another one brought, between nodes."""
+    return any(gathers(source) for source in sources([gather]))
+
+
 def sources_behind(nodes: Iterable[Node], limit: Node, at: dict[Node, int]) -> list[Node]:
     """These nodes and what they are made of, as far as it stands behind `limit`, in graph order. at: `positions`."""
     found, todo = set[Node](), list(nodes)

@@ -46,7 +46,7 @@ class Overlap:
     def _prefetch(self, gm: GraphModule, ahead: int) -> None:
         buckets = _messages([node for node in gm.graph.nodes if graphs.gathers(node)])
         waits = [next(iter(bucket[-1].users)) for bucket in buckets]
-        ahead *= 2 if any(_follows_another(bucket[0]) for bucket in buckets) else 1
+        ahead *= 2 if any(graphs.follows_another(bucket[0]) for bucket in buckets) else 1
         head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
         for i, bucket in enumerate(buckets):
             target = waits[i - ahead] if i >= ahead else head
@@ -78,17 +78,6 @@ class Overlap:
                 for node in chain:
                     end.prepend(node)
                 end = chain[0]
-
-
-def _follows_another(gather: Node) -> bool:
-    """Whether a gather takes what another one brought, between nodes."""
-    todo = list(gather.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if graphs.gathers(node):
-            return True
-        todo.extend(node.all_input_nodes)
-    return False
 
 
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:

@@ -43,7 +43,8 @@ class ModelState:
 
     compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
     blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are known
-    are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter: makes the report of this.
+    are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them.
+    steps: how those that stepped did, by class. reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -161,8 +162,9 @@ def watch_steps() -> None:
 
 def _stepped(optimizer: Optimizer) -> None:
     _after_step(optimizer)
-    for early in sorted((s.early for s in _of(optimizer) if s.early), key=lambda early: early.number):
-        naming_lost_peers(early.start)()
+    if any(state.early for state in _live):  # few ask for it, and this is in every step
+        for early in sorted((s.early for s in _of(optimizer) if s.early), key=lambda early: early.number):
+            naming_lost_peers(early.start)()
 
 
 def _of(optimizer: Optimizer) -> list[ModelState]:
