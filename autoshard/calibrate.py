@@ -27,6 +27,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.timeline import MOST, Sharing
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
 from autoshard.runtime import processes
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.presence import Patience
@@ -77,9 +78,10 @@ def _sharing(device: torch.device, group: str) -> Sharing:
     """How compute and collectives get on beside each other: matmuls, and an all-gather that takes twice as long."""
     a, message, little = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device), torch.zeros(2**10, device=device)
     size = dist.get_world_size()
+    collective: Callable[..., Tensor] = GATHER_DIRECT if device.type == "cpu" else _functional.all_gather_into_tensor
 
     def gather(message: Tensor = message) -> Tensor:
-        return _functional.all_gather_into_tensor(message, size, group)  # type: ignore[no-any-return]
+        return collective(message, size, group)
 
     def compute(count: int) -> float:
         return _timed_batch(itertools.repeat(lambda: a @ a), count, device) * count
@@ -297,6 +299,9 @@ def _collectives(device: torch.device, where: Group, group: str) -> Iterable[Row
             "all_to_all": lambda whole=whole, each=each: _functional.all_to_all_single(whole, each, each, group),  # type: ignore[misc]
             "all_reduce": lambda whole=whole: _functional.all_reduce(whole, "sum", group),  # type: ignore[misc]
         }
+        if device.type == "cpu":
+            calls["gather_direct"] = lambda rows=rows: GATHER_DIRECT(rows, size, group)  # type: ignore[misc]
+            calls["exchange_direct"] = lambda whole=whole: EXCHANGE_DIRECT(whole, size, group)  # type: ignore[misc]
         for name, call in calls.items():
             yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _in_a_row(call)), IN_A_ROW)  # type: ignore[misc]
 

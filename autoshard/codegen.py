@@ -17,7 +17,7 @@ from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_blocks
 from autoshard.console import Phases
 from autoshard.kernels.region import OPERATORS
-from autoshard.ops import block, packing
+from autoshard.ops import block, direct, packing
 from autoshard.ops.block import Block
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
@@ -252,10 +252,10 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
 
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
-    direct: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **graphs.DIRECT}
-    direct |= {op: region.run for op, region in OPERATORS.items()}
+    called: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **direct.DIRECT, **graphs.DIRECT}
+    called |= {op: region.run for op, region in OPERATORS.items()}
     for node in gm.graph.nodes:
-        node.target = direct.get(node.target, node.target)
+        node.target = called.get(node.target, node.target)
 
     guarded = naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]

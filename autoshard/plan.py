@@ -152,6 +152,8 @@ class Plan:
     sparse: embeddings whose gradients travel as the rows that were looked up; see [Note: Sparse gradients] in ops/sparse.py.
     bucket: bytes of gradients that wait for each other to be reduced together, in groups that every process has whole, about at
         most: what has more goes by itself, and what has next to nothing with another; 0: all of a group's do.
+    direct: gathers of rows, and all-to-alls of their gradients, are sends of each process to each other one; see [Note: Direct] in
+        ops/direct.py.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
@@ -173,6 +175,7 @@ class Plan:
     low_rank: int = 0
     sparse: tuple[str, ...] = ()
     bucket: int = 0
+    direct: bool = False
     message: int = 0
     apart: int = 0
     ahead: int = 1
@@ -355,6 +358,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         low_rank=data.get("low_rank", 0),
         sparse=tuple(data.get("sparse", ())),
         bucket=data.get("bucket", 0),
+        direct=data.get("direct", False),
         message=data.get("message", 0),
         apart=data.get("apart", 0),
         ahead=data.get("ahead", 1),

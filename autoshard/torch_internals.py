@@ -69,6 +69,7 @@ __all__ = [
     "gloo_in_turn",
     "gradient_places",
     "graph_break",
+    "group_named",
     "guard_parameters",
     "has_step_hooks",
     "ignore_messages_given_once",
@@ -87,6 +88,7 @@ __all__ = [
     "put_random_states_first",
     "random_call",
     "recompile_limit",
+    "register_work",
     "rename",
     "repeats_a_product",
     "restart_trace",
@@ -660,6 +662,17 @@ def job_store(prefix: str) -> Any:
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     return PrefixStore(prefix, _get_default_store())
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that graphs call by this name. Seen: 2.11, 2.13."""
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return found
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Makes `wait_tensor` of this tensor wait for this too. Seen: 2.11, 2.13."""
+    torch._C._distributed_c10d._register_work(tensor, work)
 
 
 def gloo_in_turn() -> str:

@@ -72,7 +72,7 @@ def test_another_plan_s_code_is_not_run(fresh_cache: Path) -> None:
     assert len(totals) == 1
 
 
-COLLECTIVE = re.compile(r"(?:^|= )torch\.ops\._c10d_functional\.(all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce)(?:_out|_)?\b")
+COLLECTIVE = re.compile(r"(?:^|= )torch\.ops\.(?:autoshard|_c10d_functional)\.(gather_direct|exchange_direct|reduce_scatter_tensor|all_reduce)(?:_out|_)?\b")
 
 
 def _sequence(code: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.M
     assert {"plan.json", "environment.txt", "passes.jsonl", "00_inline_regions_traced_before.py"} <= set(names)
     assert "passes inline_regions,hoist_unshards,name_parameters" in (tmp_path / "rank0" / "environment.txt").read_text()
     lowered = next((tmp_path / "rank0").glob("*_lower_forward_after.py")).read_text()
-    assert "torch.ops._c10d_functional.all_gather_into_tensor" in lowered
+    assert "torch.ops.autoshard.gather_direct" in lowered
 
 
 @pytest.mark.full

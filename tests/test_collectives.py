@@ -27,9 +27,10 @@ def test_collectives_on_two_hosts_take_what_was_measured() -> None:
 
 @pytest.mark.parametrize(("device", "chosen"), [("cpu", "all_to_all"), ("h100", "reduce_scatter")])
 def test_rows_are_summed_where_that_is_faster(device: str, chosen: str) -> None:
+    sent = {"cpu": {"gather_direct", "exchange_direct"}, "h100": {"all_gather", "reduce_scatter"}}
     plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(2, 1, DEVICES[device]))
     assert {g.reduction for g in plan.groups} == {chosen}
-    assert chosen in {t.collective for t in plan.predicted.traffic}
+    assert {t.collective for t in plan.predicted.traffic} == sent[device]
     whole = first_look(nn.Linear(512, 512), Config(zero=0), Cluster(2, 1, DEVICES[device]))
     assert {t.collective for t in whole.predicted.traffic} == {"all_reduce"}
 
@@ -41,9 +42,19 @@ def test_an_all_reduce_goes_before_its_two_halves() -> None:
 
 
 def test_a_measured_table_comes_before_the_model() -> None:
-    slow = replace(DEVICES["cpu"], tables={"all_to_all@2": ((1024.0, 1.0), (2.0**30, 2.0))})
+    slow = replace(DEVICES["cpu"], tables=dict.fromkeys(("all_to_all@2", "exchange_direct@2"), ((1024.0, 1.0), (2.0**30, 2.0))))
     plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(1, 2, slow))
-    assert {g.reduction for g in plan.groups} == {"reduce_scatter"}
+    assert {g.reduction for g in plan.groups} == {"reduce_scatter"} and plan.direct
+    slow = replace(DEVICES["cpu"], tables={"gather_direct@2": ((1024.0, 1.0), (2.0**30, 2.0))})
+    assert not first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(1, 2, slow)).direct
+
+
+def test_processes_of_nodes_do_not_each_send_to_each() -> None:
+    """A ring passes what a node's processes have once between nodes; each of them would be sent its own."""
+    for cluster, direct in ((Cluster(4, 1, DEVICES["cpu"]), True), (Cluster(1, 4, DEVICES["cpu"]), True), (Cluster(2, 2, DEVICES["cpu"]), False)):
+        assert first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0, hierarchy="flat"), cluster).direct is direct
+    in_two = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0, hierarchy="two_level"), Cluster(2, 2, DEVICES["cpu"]))
+    assert in_two.direct
 
 
 @pytest.mark.parametrize("name", ["cpu", "h100"])

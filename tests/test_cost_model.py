@@ -237,9 +237,9 @@ def test_more_sharding_never_raises_state() -> None:
 def test_what_is_packed_to_travel_is_communication_and_what_comes_of_it_gathered() -> None:
     forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
     program, *_ = forecaster.simulated(replace(_plan(forecaster, 3), message=4096))
-    by_maker = {kind: {p.category for p in program.pieces if kind in p.maker} for kind in ("pack_shards", "all_gather", "unpack_full")}
+    by_maker = {kind: {p.category for p in program.pieces if kind in p.maker} for kind in ("pack_shards", "gather_direct", "unpack_full")}
     assert by_maker["pack_shards"] == {"communication"} and by_maker["unpack_full"] == {"gathered"}, by_maker
-    assert len([o for o in program.operations if "all_gather" in o.name]) > 2
+    assert len([o for o in program.operations if "gather_direct" in o.name]) > 2
 
 
 def test_the_same_input_gives_the_same_plan_byte_by_byte() -> None:

@@ -17,6 +17,7 @@ import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import ConfigError
+from autoshard.ops.direct import GATHER_DIRECT
 from autoshard.ops.early import Flight, Recipe
 from autoshard.plan import Plan
 from autoshard.planning import first_look
@@ -64,7 +65,7 @@ def _gathers(run: Callable[[], Any]) -> int:
     """How many it starts."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
-    return sum(event.name == "_c10d_functional::all_gather_into_tensor" for event in seen.events())
+    return sum(event.name == "autoshard::gather_direct" for event in seen.events())
 
 
 def nothing(model: Any, compiled: Any) -> None:
@@ -203,7 +204,7 @@ def test_a_step_of_one_process_mixes_nothing(two: Cluster) -> None:
         assert [count > 0 for count in counts[1:]] == [False, rank == 1, False], counts
 
 
-RECIPE = Recipe(nn.Module(), 2, "some")  # type: ignore[arg-type]
+RECIPE = Recipe(nn.Module(), GATHER_DIRECT, 2, "some")  # type: ignore[arg-type]
 
 
 def _flight(*flats: Tensor) -> Flight:

@@ -207,7 +207,7 @@ def test_hpz_gathers_inside_of_nodes_in_backward() -> None:
         backward = rehearse(captured, plan, inductor=False).backward
         assert backward is not None
         gathered[hierarchy] = [str(n.args[-1]) for n in backward.graph.nodes if graphs.gathers(n)]
-        again = {t.phase: t.messages for t in plan.predicted.traffic if t.collective == "all_gather"}
+        again = {t.phase: t.messages for t in plan.predicted.traffic if t.collective == "gather_direct"}
         assert len(gathered[hierarchy]) == again["backward"]
     assert set(gathered["hpz"]) == {"inside"} and gathered["two_level"].count("across") == len(gathered["hpz"])
 

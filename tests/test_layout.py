@@ -20,7 +20,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     owners = draw(st.lists(st.integers(0, size - 1), unique=True).map(tuple))
     replicas, reduction = draw(st.sampled_from(["", "7"])), draw(st.sampled_from(REDUCTIONS))
     compress = draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
-    made = Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction, compress, draw(st.integers(0, 99)))
+    made = Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction, compress, draw(st.booleans()), draw(st.integers(0, 99)))
     turns = draw(st.integers(1, 3))
     return replace(made, apart=draw(st.integers(0, 99)), turns=turns, message=0 if turns > 1 else made.message)
 

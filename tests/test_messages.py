@@ -189,8 +189,9 @@ def test_as_many_gathers_are_predicted_as_are_made(nodes: int, hierarchy: str) -
     for apart in (0, 2000):
         plan = _with_apart("llama", apart, machines, hierarchy=hierarchy)
         counts.append(_gathers("llama", plan))
+        gather = "gather_direct" if plan.direct else "all_gather"
         assert counts[-1] == sum(
-            t.messages for t in plan.predicted.traffic if (t.collective, t.phase) == ("all_gather", "forward")
+            t.messages for t in plan.predicted.traffic if (t.collective, t.phase) == (gather, "forward")
         )
     assert counts[1] > counts[0]
 
@@ -282,7 +283,7 @@ def test_buckets_predicted_are_those_made(name: str, zero: int, options: dict[st
     counts = []
     for bucket in (0, 300):
         plan = _with_bucket(name, zero, 2, bucket, **options)
-        sums = ("all_reduce", "all_to_all", "reduce_scatter", *(["all_gather"] if options.get("compression") else []))
+        sums = ("all_reduce", "all_to_all", "exchange_direct", "reduce_scatter", *(["all_gather"] if options.get("compression") else []))
         counts.append(sum(t.messages for t in plan.predicted.traffic if t.phase == "backward" and t.collective in sums))
         assert counts[-1] == _reductions(name, plan)
     assert (counts[1] > counts[0]) == (zero == 0)

@@ -130,6 +130,6 @@ def test_backward_of_stage_3_gathers_each_block_just_before_it_is_used(tied: boo
     assert backward is not None
     ahead = 0
     for node in backward.graph.nodes:
-        ahead += graphs.is_call(node, graphs.GATHER)
+        ahead += graphs.is_call(node, *graphs.GATHERS)
         ahead -= graphs.is_call(node, torch.ops._c10d_functional.reduce_scatter_tensor.default)
         assert ahead <= 3, f"{node.name}: whole parameters of {ahead} groups at once"

@@ -440,6 +440,18 @@ def _many_at_once() -> str:
     return str(dist.get_backend(group))
 
 
+def _sent_to_the_other() -> float:
+    group = torch_internals.group_named(dist.new_group(backend=torch_internals.gloo_in_turn()).group_name)
+    brought, other = torch.zeros(2), 1 - dist.get_rank()
+    torch_internals.register_work(brought, group.recv([brought], other, 0))
+    torch_internals.register_work(brought, group.send([torch.full((2,), float(dist.get_rank()))], other, 0))
+    return float(torch.ops._c10d_functional.wait_tensor(brought).sum())
+
+
+def test_wait_tensor_waits_for_work_that_was_registered(two: Processes) -> None:
+    assert two.run(_sent_to_the_other) == [2.0, 0.0]
+
+
 def test_gloo_in_turn_bears_collectives_that_run_at_once(two: Processes) -> None:
     """On the interface that torch's own gloo would take; without one worker thread some ten thousand rounds crash."""
     assert two.run(_many_at_once) == ["gloo_in_turn"] * 2

@@ -12,7 +12,8 @@ hierarchical  between the processes that have the same place on their nodes, and
 
 NCCL makes as many rings as a node has links to the network, so m processes have m times a process's bandwidth to other nodes; it
 takes the faster of ring and tree. gloo has one ring, and carries out a reduce-scatter as an all-reduce. Only all-to-alls are
-direct by themselves, and nothing hierarchical: the others are what can be written with several collectives.
+direct by themselves, and what we write of sends and receives ([Note: Direct] in ops/direct.py); nothing is hierarchical: that is what
+can be written with several collectives.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dataclasses import dataclass, replace
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import look_up
 
+GATHERS = ("all_gather", "gather_direct")  # which are given a part of the whole
+_DIRECT = ("all_to_all", "gather_direct", "exchange_direct")
 _TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
 
 
@@ -58,7 +61,7 @@ def seconds(collective: str, payload: int, group: Group, device: Device) -> floa
     table = device.tables.get(table_name(collective, group))
     if table is not None:
         return float(look_up(table, payload))
-    if collective == "all_to_all":
+    if collective in _DIRECT:
         return direct(collective, payload, group, device)
     algorithms = (ring, tree) if collective == "all_reduce" and device.inside.scatters else (ring,)
     return min(algorithm(collective, payload, group, device) for algorithm in algorithms)

@@ -37,6 +37,9 @@ GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SPARSE = "autoshard.reduce_sparse.default"
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+# What is carried out beside the computation until it is waited for: torch's collectives, and those of [Note: Direct] in ops/direct.py.
+GATHER_DIRECT = "autoshard.gather_direct."
+_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.")
 
 
 @dataclass
@@ -178,8 +181,8 @@ class Writer:
         at, name = len(self.program.operations) - 1, str(node.target)
         if name == WAIT:
             self.program.keep(self._in_flight.pop(value, ()), at)
-        elif name.startswith("_c10d_functional"):
-            self._in_flight[value] = () if name == ALL_REDUCE and self._code is not None else reads
+        elif is_collective(node):
+            self._in_flight[value] = () if name == ALL_REDUCE and self._code is not None or GATHER_DIRECT in name else reads
             source: Any = node.args[0]
             if name == REDUCE_SCATTER and not self.scatters:
                 copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
@@ -219,18 +222,27 @@ def aliased(node: Node) -> Literal["view", "write"] | None:
     return "write" if returns[0].alias_info.is_write else "view"
 
 
+def is_collective(node: Node) -> bool:
+    """Whether a call starts a collective, or waits for one."""
+    return str(node.target).startswith(_COLLECTIVES)
+
+
 def category_of(node: Node) -> Category:
     """What a piece is for, by the operation that makes it; what is saved or leaves the step is told apart later."""
     part = node.meta.get("part_of", "")
     if "unshard" in part:
-        return "communication" if "all_gather" not in str(node.target) and _feeds_gather(node) else "gathered"
-    if "reduce" in part or str(node.target).startswith("_c10d_functional"):
+        return "communication" if not _gathers(node) and _feeds_gather(node) else "gathered"
+    if "reduce" in part or is_collective(node):
         return "communication"
     return "temporaries"
 
 
 def _feeds_gather(node: Node) -> bool:
-    return any("all_gather" in str(u.target) or (_is_same(u) and _feeds_gather(u)) for u in node.users)
+    return any(_gathers(u) or (_is_same(u) and _feeds_gather(u)) for u in node.users)
+
+
+def _gathers(node: Node) -> bool:
+    return "all_gather" in str(node.target) or GATHER_DIRECT in str(node.target)
 
 
 def _is_same(node: Node) -> bool:

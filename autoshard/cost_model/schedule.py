@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
-from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program
+from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
 from autoshard.cost_model.sizes import Values, evaluator, shape_of
 from autoshard.cost_model.timeline import Link, LinkOf, Sharing
 from autoshard.cost_model.work import Work, work_of
@@ -172,7 +172,7 @@ def schedule_of(
     for operation in program.operations:
         if operation.name == WAIT:
             book.note(Wait(operation.reads))
-        elif operation.name.startswith("_c10d_functional"):
+        elif is_collective(operation.node):
             book.note(Message(collective(operation), operation.makes, link_of(operation)))
         elif operation.name == SPARSE:
             book.note(Message(collective(operation), operation.makes, link_of(operation)))

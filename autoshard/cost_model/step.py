@@ -23,7 +23,7 @@ class GroupCost:
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of
-    the gradients that are reduced together. Degrees, reduction, message and node as in the plan. apart: elements of each parameter
+    the gradients that are reduced together. Degrees, reduction, direct, message and node as in the plan. apart: elements of each parameter
     that is gathered by itself. replicas: processes that hold the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
     for which `residue` are kept. sparse: of how many elements the gradients travel as rows that were looked up, of each embedding
     `rows` elements of a process.
@@ -41,6 +41,7 @@ class GroupCost:
     reduction: str
     compress_itemsize: int = 0
     buckets: tuple[int, ...] = ()
+    direct: bool = False
     message: int = 0
     node: int = 0
     apart: tuple[int, ...] = ()
@@ -54,6 +55,16 @@ class GroupCost:
     def compressed(self) -> bool:
         """Whether gradients travel in fewer bits than they are summed in."""
         return 0 < self.compress_itemsize < self.reduce_itemsize
+
+    @property
+    def gather(self) -> str:
+        """The collective that brings whole parameters."""
+        return "gather_direct" if self.direct else "all_gather"
+
+    @property
+    def scatter(self) -> str:
+        """That which brings rows of gradients."""
+        return "exchange_direct" if self.direct and self.reduction == "all_to_all" else self.reduction
 
     @property
     def reduced_bytes(self) -> int:
@@ -133,7 +144,7 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
         again = g.parameter_degree > (g.node if part > 1 else 1)
         for phase in ("forward", "backward") if again else ("forward",):
             for payload in (*alone, *filter(None, [whole - sum(alone)])):
-                yield "all_gather", phase, payload // part, over, most
+                yield g.gather, phase, payload // part, over, most
     for payload in g.bucket_bytes:
         for collective, sent, over, most in _reductions(g, payload, cluster):
             yield collective, "backward", sent, over, most
@@ -150,7 +161,7 @@ def _reductions(g: GroupCost, payload: int, cluster: Cluster) -> Iterable[tuple[
     steps = levels(g, cluster) if g.optimizer_degree > 1 else []
     for part, over in reversed(steps):
         inside = len(steps) > 1 and part == 1
-        yield g.reduction, payload // part, over, 0 if inside else g.message // part
+        yield g.scatter, payload // part, over, 0 if inside else g.message // part
     if payload and g.replicas > 1:
         for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
             yield collective, payload // g.optimizer_degree, cluster.group(g.replicas, g.optimizer_degree), 0

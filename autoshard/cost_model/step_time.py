@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.collectives import GATHERS, Group
 from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import SPARSE, Operation, Program
@@ -90,7 +90,7 @@ def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[s
     packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
     name = "all_reduce" if operation.name == SPARSE else _NAMES.get(packet, packet)
     value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
-    payload = value.numel() * value.element_size() * (group.size if name == "all_gather" else 1)
+    payload = value.numel() * value.element_size() * (group.size if name in GATHERS else 1)
     return collectives.seconds(name, payload, group, cluster.device)
 
 

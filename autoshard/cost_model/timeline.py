@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import Amount
-from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program
+from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
 
 Seconds = Callable[[Operation], float]
 Link = Literal["between", "inside"]  # nodes
@@ -107,7 +107,7 @@ def simulate(
     for i, operation in enumerate(program.operations):
         if operation.name == WAIT:
             walk.wait(i, operation.reads)
-        elif operation.name.startswith("_c10d_functional"):
+        elif is_collective(operation.node):
             walk.issue(i, operation.makes, collective(operation), link_of(operation))
         elif operation.name == SPARSE:  # it ends with its collectives
             walk.issue(i, operation.makes, collective(operation), link_of(operation))

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
-from autoshard.cost_model.program import Operation
+from autoshard.cost_model.program import Operation, is_collective
 from autoshard.cost_model.sizes import Size, bytes_of, product, size_of
 
 Kind = Literal["matmul", "convolution", "attention", "pointwise", "reduction", "lookup", "copy", "random", "other", "collective", "wait"]
@@ -94,10 +94,10 @@ def work_of(operation: Operation) -> Work:
 
 def kind_of(node: Node) -> Kind:
     """The kind of kernel that a call runs."""
-    name, target = op_name(node), str(node.target)
+    name = op_name(node)
     if "kernel" in node.meta:
         return node.meta["kernel"]  # type: ignore[no-any-return]
-    if target.startswith("_c10d_functional"):
+    if is_collective(node):
         return "wait" if name == "wait_tensor" else "collective"
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         return "matmul"

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from autoshard.ops.define import define
+
 _c10d = torch.ops._c10d_functional
 
 
@@ -31,15 +33,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a graph begins: `pack` makes of rows what goes into its gathers over `size` processes, the group of this name."""
+    """How a graph begins: `pack` makes of rows what goes into its gathers over `size` processes, the group of this name. gather: by
+    which op."""
 
     pack: GraphModule
+    gather: Any
     size: int
     group: str
 
     def sent(self, flats: Sequence[Tensor]) -> Flight:
         """These on their way."""
-        return Flight(self, list(flats), [_c10d.all_gather_into_tensor(flat, self.size, self.group) for flat in flats])
+        return Flight(self, list(flats), [self.gather(flat, self.size, self.group) for flat in flats])
 
     def all_agree(self, same: bool, device: torch.device) -> bool:
         """Whether it is true on all processes. A collective."""
@@ -158,7 +162,4 @@ def _fake(rows: Sequence[Tensor], model: str, recipe: int) -> list[Tensor]:
     return [flat.new_empty(flat.shape[0] * made.size) for flat in made.pack(*rows)]
 
 
-torch.library.define("autoshard::gather_early", "(Tensor[] rows, str model, int recipe) -> Tensor[]")
-torch.library.impl("autoshard::gather_early", "CompositeExplicitAutograd", run_gather_early)
-torch.library.register_fake("autoshard::gather_early", _fake)
-GATHER_EARLY: Any = torch.ops.autoshard.gather_early.default
+GATHER_EARLY: Any = define("gather_early", "(Tensor[] rows, str model, int recipe) -> Tensor[]", run_gather_early, _fake)

@@ -33,7 +33,7 @@ class Layout:
     reduce: dtype in which gradients travel to be summed; None leaves the gradient's own.
     reduction: as in `ParameterGroup`.
     compress: dtype in which gradients travel, whatever they are summed in; None: that of the sum.
-    message, apart, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
+    direct, message, apart, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
         place on their nodes; "" where there is no node. See `levels`.
     low_rank: how many columns the matrices have that travel in the place of its gradient; 0: that itself travels.
     turns: how many chunks a process of `group` has of a parameter: those whose number is its own, and every `size`-th behind.
@@ -48,6 +48,7 @@ class Layout:
     reduce: torch.dtype | None = None
     reduction: str = "reduce_scatter"
     compress: torch.dtype | None = None
+    direct: bool = False
     message: int = 0
     apart: int = 0
     node: int = 0
@@ -71,10 +72,16 @@ class Layout:
         """Positions in `group` that hold rows."""
         return self.owners or tuple(range(self.size))
 
-    @property
-    def divides(self) -> bool:
-        """Whether packing divides gradients: what is compressed is divided when it is summed, and one process's mean is its own."""
-        return self.compress is None and self.mean_over > 1
+    def divides(self, dtype: torch.dtype) -> bool:
+        """Whether packing divides gradients of this dtype: what is compressed is divided when it is summed, and one process's mean is
+        its own."""
+        return self.compress is None and self.mean_over > 1 and not self.divides_sums(dtype)
+
+    def divides_sums(self, dtype: torch.dtype) -> bool:
+        """Whether sums of gradients of this dtype are divided instead, which are fewer: where this process makes them, and none is too
+        large for fp16."""
+        here = self.direct and self.reduction == "all_to_all" and not self.replicas and self.compress is None
+        return here and self.travels(dtype) != torch.float16
 
     def travels(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of this one go to be summed."""
@@ -112,6 +119,7 @@ class Layout:
             "reduce": name_of_dtype(self.reduce) if self.reduce else "",
             "reduction": self.reduction if self.reduction != "reduce_scatter" else "",
             "compress": name_of_dtype(self.compress) if self.compress else "",
+            "direct": self.direct or "",
             "message": self.message or "",
             "apart": self.apart or "",
             "node": self.node or "",
@@ -138,6 +146,7 @@ class Layout:
             reduce=dtype_or_own(fields.get("reduce", "")),
             reduction=fields.get("reduction", "reduce_scatter"),
             compress=dtype_or_own(fields.get("compress", "")),
+            direct="direct" in fields,
             message=int(fields.get("message", 0)),
             apart=int(fields.get("apart", 0)),
             node=int(fields.get("node", 0)),
@@ -183,6 +192,7 @@ def layout_of(
         compute=dtype_or_own(plan.compute),
         reduce=dtype_or_own(plan.reduce),
         reduction=group.reduction,
+        direct=plan.direct and sharded,
         message=plan.message,
         apart=plan.apart if sharded else 0,
         node=node,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autoshard.ops import low_rank, packing, wire
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SUM_DIRECT
 from autoshard.ops.layout import Layout
 
 _c10d = torch.ops._c10d_functional
@@ -32,7 +33,8 @@ def _define_unshard_bucket(
     if not spec.sharded:
         return [s.to(spec.compute or s.dtype) for s in shards]
     flats = packing.pack_shards(shards, full, spec)
-    gathered = [_c10d.all_gather_into_tensor(flat, spec.size, spec.group) for flat in flats]
+    gather = GATHER_DIRECT if spec.direct else _c10d.all_gather_into_tensor.default
+    gathered = [gather(flat, spec.size, spec.group) for flat in flats]
     return packing.unpack_full(_all(gathered), full, spec)
 
 
@@ -47,14 +49,21 @@ def _define_reduce_bucket(
     spec = Layout.parse(layout)
     if spec.low_rank:  # it is the mean already
         return [grad.to(dtype) for grad in grads]
-    flats = packing.pack_grads(grads, spec)
-    if spec.compress:
-        flat = _mean_of_compressed(flats, spec.reduce or dtype, spec)
-    else:
-        flat = _scatter_sum(flats, flats[0].dtype if spec.replicas else dtype, spec) if spec.sharded else flats[0]
-        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", spec.replicas)) if spec.replicas else flat
-    shards = wire.split_shapes(shapes, ndims)
-    return wire.unpack_shards(flat, shards, wire.shapes_of(grads), dtype, spec)
+    shards, found = wire.split_shapes(shapes, ndims), dict[int, Tensor]()
+    for run in packing.runs_of(grads, spec):
+        together = [grads[i] for i in run]
+        flat = _mean(together, dtype, spec)
+        found |= zip(run, wire.unpack_shards(flat, [shards[i] for i in run], wire.shapes_of(together), dtype, spec))
+    return [found[i] for i in range(len(grads))]
+
+
+def _mean(grads: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
+    """This process's rows of the mean of these, one after the other."""
+    flats = packing.pack_grads(grads, layout)
+    if layout.compress:
+        return _mean_of_compressed(flats, layout.reduce or dtype, layout)
+    flat = _scatter_sum(flats, flats[0].dtype if layout.replicas else dtype, layout) if layout.sharded else flats[0]
+    return _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.replicas)) if layout.replicas else flat
 
 
 def _all(flying: Sequence[Tensor]) -> list[Tensor]:
@@ -65,13 +74,22 @@ def _all(flying: Sequence[Tensor]) -> list[Tensor]:
 def _scatter_sum(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
     """This process's row of the sum over the group."""
     if layout.reduction == "all_to_all":
-        return _sum_here(flats, dtype, layout.size, layout.group)
+        return _sum_here(flats, dtype, layout)
     summed = _all([_c10d.reduce_scatter_tensor(flat, "sum", layout.size, layout.group) for flat in flats])
     return torch.cat(summed) if len(summed) > 1 else summed[0]
 
 
-def _sum_here(flats: Sequence[Tensor], dtype: torch.dtype, size: int, group: str) -> Tensor:
-    """This process's part of the sum over a group of so many, which it adds up itself in `dtype`."""
+def _sum_here(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
+    """This process's part of the sum over the group that holds the rows, which it adds up itself in `dtype`."""
+    if not layout.direct:
+        return _sum_over(flats, dtype, layout.size, layout.group)
+    brought = _all([EXCHANGE_DIRECT(flat, layout.size, layout.group) for flat in flats])
+    over = layout.mean_over if layout.divides_sums(flats[0].dtype) else 1
+    return SUM_DIRECT(brought, flats, layout.size, over, dtype, layout.group)  # type: ignore[no-any-return]
+
+
+def _sum_over(flats: Sequence[Tensor], dtype: torch.dtype, size: int, group: str) -> Tensor:
+    """The same over a group of so many, by torch's collective."""
     each = [[flat.numel() // size] * size for flat in flats]
     flying = [_c10d.all_to_all_single(flat, n, n, group) for flat, n in zip(flats, each)]
     return packing.sum_rows(_all(flying), size, dtype)
@@ -80,13 +98,13 @@ def _sum_here(flats: Sequence[Tensor], dtype: torch.dtype, size: int, group: str
 def _mean_of_compressed(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
     """This process's rows of the mean, of what travels in fewer bits than `dtype`, in which every process sums. Copies of the same
     rows are made equal again by what one of them has of the mean, so in those bits."""
-    flat = _sum_here(flats, dtype, layout.size, layout.group) / layout.size if layout.sharded else flats[0]
+    flat = _sum_here(flats, dtype, layout) / layout.size if layout.sharded else flats[0]
     if not layout.replicas:
         return flat
     elements, copies = flat.numel(), layout.copies
     flat = flat.to(layout.compress)
     flat = torch.nn.functional.pad(flat, (0, -elements % copies)) if elements % copies else flat
-    part = (_sum_here([flat], dtype, copies, layout.replicas) / copies).to(layout.compress)
+    part = (_sum_over([flat], dtype, copies, layout.replicas) / copies).to(layout.compress)
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, copies, layout.replicas))
     return whole[:elements]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autoshard.ops import wire
+from autoshard.ops.define import define
 from autoshard.ops.layout import Layout
 from autoshard.ops.wire import Shape
 
@@ -52,12 +53,20 @@ def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Lay
     return [found[i] for i in range(len(full))]
 
 
+def runs_of(grads: Sequence[Tensor], layout: Layout) -> list[list[int]]:
+    """Which gradients are reduced together, by position: the large ones apart, if they can be sent from where they lie."""
+    if not layout.divides_sums(grads[0].dtype):
+        return [list(range(len(grads)))]
+    alone, others = _parted(wire.shapes_of(grads), layout.travels(grads[0].dtype), layout)
+    return [*([i] for i in alone), *([others] if others else [])]
+
+
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """See `wire.pack_grads`."""
     dtype = layout.travels(grads[0].dtype)
     if len(grads) == 1 and wire.apart(wire.shapes_of(grads), layout, dtype):
         flat = grads[0].to(dtype).reshape(-1)
-        return [flat / layout.mean_over if layout.divides else flat]
+        return [flat / layout.mean_over if layout.divides(grads[0].dtype) else flat]
     return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
 
 
@@ -106,18 +115,12 @@ def _fake_sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Ten
     return rows[0].new_empty(sum(brought.numel() // size for brought in rows), dtype=dtype)
 
 
-def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Not by `custom_op`, whose layers (autograd, checks) take longer at each call than the copies of a small block."""
-    torch.library.define(f"autoshard::{name}", schema, tags=(torch.Tag.flexible_layout,))
-    torch.library.impl(f"autoshard::{name}", "CompositeExplicitAutograd", run)
-    torch.library.register_fake(f"autoshard::{name}", fake)
-
-
+_ANY = [torch.Tag.flexible_layout]
 _SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
-_register("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards)
-_register("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full)
-_register("pack_grads", "(Tensor[] grads, str layout) -> Tensor[]", run_pack_grads, _fake_pack_grads)
-_register("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows)
+define("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards, _ANY)
+define("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full, _ANY)
+define("pack_grads", "(Tensor[] grads, str layout) -> Tensor[]", run_pack_grads, _fake_pack_grads, _ANY)
+define("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows, _ANY)
 
 # Graphs that are run op by op call these instead, see `block.DIRECT`.
 DIRECT: dict[Any, Callable[..., Any]] = {

@@ -159,8 +159,8 @@ def _by_holder(
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """The flat tensors that go into reductions: for each process its rows of every gradient.
 
-    The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range. What is compressed is summed in
-    another dtype, and divided then.
+    The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range. What is divided after it see in
+    `Layout.divides`.
     """
     full, dtype = shapes_of(grads), layout.travels(grads[0].dtype)
     sizes, even, found = counts(full, layout), is_even(full, layout), []
@@ -169,7 +169,7 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     for piece in cut(sizes, layout.most(dtype)):
         flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
         torch.cat([rows[i][:, begin:end] for i, begin, end in piece], 1, out=flat)
-        found.append((flat.div_(layout.mean_over) if layout.divides else flat).view(-1))
+        found.append((flat.div_(layout.mean_over) if layout.divides(grads[0].dtype) else flat).view(-1))
     return found
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.step import GroupCost
-from autoshard.passes.choose_reduction import choose_reduction
+from autoshard.passes.choose_direct import choose_direct, round_trip
 
 WORTH = 0.9  # of the time in one step, at most: two steps are twice as many collectives
 
@@ -32,6 +31,6 @@ def choose_hierarchy(largest: GroupCost, cluster: Cluster) -> int:
 
 def _seconds(cost: GroupCost, cluster: Cluster) -> float:
     """One gather and one reduction; what lies between two steps is written, and read again for the second."""
-    reduction, whole = choose_reduction(cost, cluster), cost.elements * cost.compute_itemsize
+    whole = cost.elements * cost.compute_itemsize
     copied = 4 * (whole + cost.reduced_bytes) / cost.node / cluster.device.bandwidth if cost.node else 0.0
-    return copied + step.seconds("all_gather", whole, cost, cluster) + step.seconds(reduction, cost.reduced_bytes, cost, cluster)
+    return copied + round_trip(replace(cost, direct=choose_direct(cost, cluster)), cluster)

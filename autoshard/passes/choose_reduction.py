@@ -3,6 +3,8 @@ transport carries that out as an all-reduce, as gloo does, an all-to-all of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.step import GroupCost
@@ -15,4 +17,4 @@ def choose_reduction(cost: GroupCost, cluster: Cluster) -> str:
         return REDUCTIONS[1]
     if cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
         return REDUCTIONS[0]
-    return min(REDUCTIONS, key=lambda name: step.seconds(name, cost.reduced_bytes, cost, cluster))
+    return min(REDUCTIONS, key=lambda name: step.seconds(replace(cost, reduction=name).scatter, cost.reduced_bytes, cost, cluster))

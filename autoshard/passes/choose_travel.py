@@ -1,4 +1,4 @@
-"""Decision: how the rows of a plan travel. In one step or two (`choose_hierarchy`), by which collective (`choose_reduction`), in how
+"""Decision: how the rows of a plan travel. In one step or two (`choose_hierarchy`), by which collective (`choose_direct`, `choose_reduction`), in how
 many messages and which parameters by themselves (`choose_message`), how many gradients together (`choose_bucket`), and which as rows of an
 embedding (`choose_sparse`)."""
 
@@ -12,6 +12,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.errors import ConfigError
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_bucket import choose_bucket
+from autoshard.passes.choose_direct import choose_direct
 from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
 from autoshard.passes.choose_message import choose_apart, choose_message
 from autoshard.passes.choose_reduction import choose_reduction
@@ -24,10 +25,17 @@ from autoshard.units import bytes_text, counted
 
 def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy: str) -> Plan:
     """The plan with all of that. hierarchy: as in `Config`; ConfigError if that is not possible here."""
-    plan = _with_hierarchy(plan, inventory, cluster, hierarchy)
+    plan = _with_direct(_with_hierarchy(plan, inventory, cluster, hierarchy), inventory, cluster)
     plan = _with_messages(_with_reductions(plan, inventory, cluster), inventory, cluster)
     plan = _with_sparse(_with_some_apart(plan, inventory, cluster), inventory, cluster)
     return _with_buckets(plan, inventory, cluster)
+
+
+def _with_direct(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    largest = _largest(plan, inventory)
+    if largest is None or not choose_direct(largest, cluster):
+        return plan
+    return replace(plan, direct=True).because("each process sends each other one its rows, and sums what it gets of gradients: less to copy than for gloo's collectives")
 
 
 def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
@@ -40,7 +48,7 @@ def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
         return replace(plan, compression="").because(f"compression={plan.compression!r}: no gradients travel in more bits")
     if plan.compression:
         return plan.because(f"gradients travel in {plan.compression}, as was asked for: numbers change. Each process sums them itself")
-    if "all_to_all" not in chosen:
+    if "all_to_all" not in chosen or plan.direct:
         return plan
     return plan.because("gradients of sharded groups go by all_to_all and are summed here: less time than a reduce_scatter")
 

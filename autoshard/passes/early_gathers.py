@@ -37,7 +37,7 @@ def _take(gm: GraphModule, gathers: Sequence[Node], early: Early) -> None:
     packing = [node for node in gm.graph.nodes if node in sources]
     rows = [node for node in packing if node.op == "placeholder"]
     _, size, group = gathers[0].args
-    recipe = Recipe(_alone(packing, [gather.all_input_nodes[0] for gather in gathers]), size, group)  # type: ignore[arg-type]
+    recipe = Recipe(_alone(packing, [gather.all_input_nodes[0] for gather in gathers]), gathers[0].target, size, group)  # type: ignore[arg-type]
     with gm.graph.inserting_before(gathers[0]):
         taken = gm.graph.call_function(GATHER_EARLY, (rows, early.name, early.learn(recipe)))
         taken.meta["val"] = [graphs.example(gather) for gather in gathers]

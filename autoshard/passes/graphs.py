@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
 from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
 from autoshard.passes import group_parameters
 
 UNSHARD = torch.ops.autoshard.unshard.default
@@ -31,9 +32,9 @@ LOGICAL = frozenset(logical.DEFINITIONS)
 
 _TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 _c10d = torch.ops._c10d_functional
-GATHER = _c10d.all_gather_into_tensor.default
+GATHERS = frozenset({_c10d.all_gather_into_tensor.default, GATHER_DIRECT})
 REDUCTIONS = frozenset(
-    {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, _c10d.all_reduce.default}
+    {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, EXCHANGE_DIRECT, _c10d.all_reduce.default}
 )
 
 
@@ -59,12 +60,12 @@ def leads_to(node: Node, *targets: Any) -> bool:
 
 def gathers(node: Node) -> bool:
     """Whether a node is a gather of parameters; a model may have some of its own."""
-    return is_call(node, GATHER) and "unshard" in node.meta.get("part_of", "")
+    return is_call(node, *GATHERS) and "unshard" in node.meta.get("part_of", "")
 
 
 def reduces(node: Node) -> bool:
     """Whether a node is a collective of gradients: where they are compressed, a gather may be too."""
-    return is_call(node, GATHER, *REDUCTIONS) and any(name in node.meta.get("part_of", "") for name in ("reduce", "mean_low_rank"))
+    return is_call(node, *GATHERS, *REDUCTIONS) and any(name in node.meta.get("part_of", "") for name in ("reduce", "mean_low_rank"))
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:

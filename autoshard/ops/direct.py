@@ -1,0 +1,109 @@
+"""`autoshard::gather_direct` and `exchange_direct`: an all-gather and an all-to-all in which each process sends every other one its part.
+
+[Note: Direct] A gather of gloo's brings what arrives into a tensor of its own and copies it out at the end, a worker thread waits for
+each, and what it sends stands in front of what it is to receive. Its sends and receives move bytes between the tensors that they are
+given. So each process asks for all that it is to receive and offers all that it sends, and goes on; `wait_tensor` of the result waits
+for all of it, as for a collective of torch's. Of one process's messages to another the first arrives first, so the order of collectives
+says what belongs together. Nothing is sent out of memory that somebody may write to before it has gone: a gather sends its own copy,
+and what an exchange sends `sum_direct` reads when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoshard import torch_internals
+from autoshard.errors import PlanError
+from autoshard.ops.define import define
+
+TAG = 1  # 0 is what a loop's own sends have
+
+
+def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
+    """What all `size` processes of the group have in `rows`, flat, one after the other: to be waited for."""
+    over = _group(group, rows)
+    own, whole = over.rank(), rows.new_empty(size * rows.numel())
+    parts = whole.chunk(size)
+    parts[own].copy_(rows)
+    _post(over, whole, [None if i == own else part for i, part in enumerate(parts)], [parts[own]] * size)
+    return whole
+
+
+def run_exchange(flat: Tensor, size: int, group: str) -> Tensor:
+    """Of each other process the part of its `flat` that is for this one, one after the other: to be waited for."""
+    over = _group(group, flat)
+    own, sent = over.rank(), flat.chunk(size)
+    brought = flat.new_empty(flat.numel() - sent[own].numel())
+    parts: list[Tensor | None] = list(brought.chunk(size - 1))
+    parts.insert(own, None)
+    _post(over, brought, parts, sent)
+    return brought
+
+
+def run_sum(brought: Sequence[Tensor], sent: Sequence[Tensor], size: int, over: int, dtype: torch.dtype, group: str) -> Tensor:
+    """The sum of what exchanges of `sent` have brought and of this process's own parts, in `dtype`, in the order of processes, by
+    `over`."""
+    own, lengths = _group(group, sent[0]).rank(), [flat.numel() // size for flat in sent]
+    found = sent[0].new_empty(sum(lengths), dtype=dtype)
+    for others, flat, place in zip(brought, sent, found.split(lengths)):
+        parts = list(others.chunk(size - 1))
+        parts.insert(own, flat.chunk(size)[own])
+        _add_up(parts, place)
+    return found.div_(over) if over > 1 else found
+
+
+def _add_up(parts: Sequence[Tensor], place: Tensor) -> None:
+    if parts[0].dtype == place.dtype:
+        torch.add(parts[0], parts[1], out=place)
+    else:
+        place.copy_(parts[0]).add_(parts[1])
+    for part in parts[2:]:
+        place.add_(part)
+
+
+def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
+    if tensor.device.type != "cpu":
+        raise PlanError(f"plan: direct: True is not legal where tensors are on {tensor.device.type!r}; legal: on 'cpu', over gloo")
+    return torch_internals.group_named(name)
+
+
+def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor | None], gives: Sequence[Tensor]) -> None:
+    """Asks for and offers these parts, by process; who comes next in turn first, so that not all send to one. What waits for `result`
+    waits for all."""
+    own, size = over.rank(), len(gives)
+    if not result.numel():
+        return
+    for step in range(1, size):
+        source, to = (own - step) % size, (own + step) % size
+        part = takes[source]
+        assert part is not None  # only one's own is
+        torch_internals.register_work(result, over.recv([part], source, TAG))
+        torch_internals.register_work(result, over.send([gives[to]], to, TAG))
+
+
+GATHER_DIRECT: Any = define(
+    "gather_direct",
+    "(Tensor rows, SymInt size, str group) -> Tensor",
+    run_gather,
+    lambda rows, size, group: rows.new_empty(size * rows.numel()),
+)
+EXCHANGE_DIRECT: Any = define(
+    "exchange_direct",
+    "(Tensor flat, SymInt size, str group) -> Tensor",
+    run_exchange,
+    lambda flat, size, group: flat.new_empty(flat.numel() - flat.numel() // size),
+)
+SUM_DIRECT: Any = define(
+    "sum_direct",
+    "(Tensor[] brought, Tensor[] sent, SymInt size, SymInt over, ScalarType dtype, str group) -> Tensor",
+    run_sum,
+    lambda brought, sent, size, over, dtype, group: sent[0].new_empty(sum(flat.numel() // size for flat in sent), dtype=dtype),
+)
+
+# Graphs that are run op by op call these instead, see `block.DIRECT`.
+DIRECT: dict[Any, Callable[..., Any]] = {GATHER_DIRECT: run_gather, EXCHANGE_DIRECT: run_exchange, SUM_DIRECT: run_sum}

@@ -1,0 +1,27 @@
+"""Decision: whether rows go from each process to each by sends and receives, in the place of the transport's own gathers and all-to-alls.
+
+gloo's copy once more than that and bring fewer bytes a second; its ring passes what several processes of a node share once between
+nodes, where each would be sent its own. NCCL's collectives are better than what we could write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.cost_model import step
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.step import GroupCost
+from autoshard.passes.choose_reduction import choose_reduction
+
+
+def choose_direct(largest: GroupCost, cluster: Cluster) -> bool:
+    """True if the largest group's gather and reduction take no longer by them."""
+    if cluster.device.inside.scatters or largest.optimizer_degree == 1:
+        return False
+    return round_trip(replace(largest, direct=True), cluster) <= round_trip(replace(largest, direct=False), cluster)
+
+
+def round_trip(cost: GroupCost, cluster: Cluster) -> float:
+    """Seconds of one gather and one reduction."""
+    cost = replace(cost, reduction=choose_reduction(cost, cluster))
+    gather = step.seconds(cost.gather, cost.elements * cost.compute_itemsize, cost, cluster)
+    return gather + step.seconds(cost.scatter, cost.reduced_bytes, cost, cluster)
