@@ -29,6 +29,7 @@ import netns  # noqa: E402
 import run as side_by_side  # noqa: E402
 
 from autoshard import torch_internals  # noqa: E402
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT  # noqa: E402
 
 KIB = 2**10
 SIZES = [KIB << doublings for doublings in range(7, 14)]  # bytes of the whole tensor: 128 KiB to 8 MiB
@@ -50,6 +51,8 @@ def measure() -> Seconds:
             "all_gather": lambda rows=rows: functional.all_gather_into_tensor(rows, world, group),  # type: ignore[misc]
             "all_to_all": lambda whole=whole, each=each: functional.all_to_all_single(whole, each, each, group),  # type: ignore[misc]
             "all_reduce": lambda whole=whole: functional.all_reduce(whole, "sum", group),  # type: ignore[misc]
+            "gather_direct": lambda rows=rows: GATHER_DIRECT(rows, world, group),  # type: ignore[misc]
+            "exchange_direct": lambda whole=whole: EXCHANGE_DIRECT(whole, world, group),  # type: ignore[misc]
         }
         for name, call in calls.items():
             found.setdefault(name, []).append(statistics.median(_in_a_row(call, TOTAL // size + 1) for _ in range(ROUNDS)))
@@ -79,7 +82,7 @@ def markdown(found: dict[int, dict[str, list[float]]], machine: str) -> str:
     lines = [
         "# What a line carries, by the size of messages\n",
         f"{machine}. Written by `python bench/messages.py`: the share of the line's rate that collectives reach, several in a row,",
-        "by the bytes of the whole tensor that each gathers or reduces.\n",
+        "by the bytes of the whole tensor that each gathers or reduces. The direct ones are sends of each process to each.\n",
         f"| Mbit/s | collective | {' | '.join(sizes)} |",
         f"|---:|---|{'---:|' * len(sizes)}",
     ]

@@ -28,7 +28,8 @@ Event = tuple[str, float, float]  # name, start and end in seconds from the star
 
 
 def steps_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each profiled step: its seconds, and its collectives and waits as events."""
+    """Of each profiled step: its seconds, and its collectives and waits as events. Where each process sends to each, a collective
+    is a "recv", which the profiler sees until it was waited for."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     marks = sorted((e for e in events if e["name"] == MARK and e.get("cat") == "user_annotation"), key=_start)
     return [_step(mark, events) for mark in marks]
@@ -41,7 +42,7 @@ def _start(event: dict[str, Any]) -> float:
 def _step(mark: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     begin, end = _start(mark), _start(mark) + mark["dur"]
     inside = sorted((e for e in events if begin <= _start(e) < end), key=_start)
-    flights = [_event(e, begin) for e in inside if e["name"].startswith("gloo:")]
+    flights = [_event(e, begin) for e in inside if e["name"].startswith("gloo:") and e["name"] != "gloo:send"]
     waits = [_event(e, begin) for e in inside if e["name"] == "_c10d_functional::wait_tensor"]
     return {"seconds": mark["dur"] / 1e6, "flights": flights, "waits": waits}
 

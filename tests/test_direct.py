@@ -46,6 +46,17 @@ def exchanged(dtype: torch.dtype) -> list[bool]:
     return [torch.equal(one, torch.cat(mine) / over) for one, over in zip(found, (1, size))]
 
 
+def one_number() -> bool:
+    group, size, rank = _group()
+    sent = torch.full((1,), float(rank + 1)).expand(6 * size)
+    brought = _c10d.wait_tensor(EXCHANGE_DIRECT(sent, size, group))
+    return SUM_DIRECT([brought], [sent], size, 1, torch.float32, group).tolist() == [sum(range(1, size + 1))] * 6
+
+
+def test_what_is_one_number_expanded_is_sent_as_all_of_them(two: Cluster) -> None:
+    assert all(two.run(one_number))
+
+
 def test_gathers_bring_what_all_have(two: Cluster) -> None:
     assert all(map(all, two.run(gathered)))
 

@@ -37,7 +37,7 @@ def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
 def run_exchange(flat: Tensor, size: int, group: str) -> Tensor:
     """Of each other process the part of its `flat` that is for this one, one after the other: to be waited for."""
     over = _group(group, flat)
-    own, sent = over.rank(), flat.chunk(size)
+    own, sent = over.rank(), flat.contiguous().chunk(size)  # the gradient of a sum is one number, expanded
     brought = flat.new_empty(flat.numel() - sent[own].numel())
     parts: list[Tensor | None] = list(brought.chunk(size - 1))
     parts.insert(own, None)
