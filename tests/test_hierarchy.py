@@ -103,7 +103,7 @@ def _planned(name: str, zero: int, hierarchy: str, **more: Any) -> Plan:
 @pytest.mark.parametrize(
     ("name", "zero", "hierarchy", "codegen"),
     [
-        ("attention", 3, "hpz", "eager"),
+        in_full("attention", 3, "hpz", "eager"),
         ("odd", 3, "two_level", "eager"),
         in_full("gpt2", 2, "two_level", "eager"),
         in_full("odd", 3, "hpz", "eager"),

@@ -250,7 +250,7 @@ def _with_bucket(name: str, zero: int, world: int, bucket: int, **options: Any) 
 
 @pytest.mark.parametrize(
     ("name", "zero", "codegen"),
-    [("attention", 0, "eager"), ("odd", 0, "eager"), in_full("llama", 0, "eager"), in_full("llama", 0, "inductor")],
+    [("attention", 0, "eager"), in_full("odd", 0, "eager"), in_full("llama", 0, "eager"), in_full("llama", 0, "inductor")],
 )
 def test_in_buckets_of_a_few_gradients(two: Cluster, name: str, zero: int, codegen: str) -> None:
     plan = _with_bucket(name, zero, 2, 300)
