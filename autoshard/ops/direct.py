@@ -30,7 +30,7 @@ def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
     own, whole = over.rank(), rows.new_empty(size * rows.numel())
     parts = whole.chunk(size)
     parts[own].copy_(rows)
-    _post(over, whole, [None if i == own else part for i, part in enumerate(parts)], [parts[own]] * size)
+    _post(over, whole, parts, [parts[own]] * size)
     return whole
 
 
@@ -39,9 +39,7 @@ def run_exchange(flat: Tensor, size: int, group: str) -> Tensor:
     over = _group(group, flat)
     own, sent = over.rank(), flat.contiguous().chunk(size)  # the gradient of a sum is one number, expanded
     brought = flat.new_empty(flat.numel() - sent[own].numel())
-    parts: list[Tensor | None] = list(brought.chunk(size - 1))
-    parts.insert(own, None)
-    _post(over, brought, parts, sent)
+    _post(over, brought, _by_process(brought, sent, own), sent)
     return brought
 
 
@@ -51,10 +49,15 @@ def run_sum(brought: Sequence[Tensor], sent: Sequence[Tensor], size: int, over: 
     own, lengths = _group(group, sent[0]).rank(), [flat.numel() // size for flat in sent]
     found = sent[0].new_empty(sum(lengths), dtype=dtype)
     for others, flat, place in zip(brought, sent, found.split(lengths)):
-        parts = list(others.chunk(size - 1))
-        parts.insert(own, flat.chunk(size)[own])
-        _add_up(parts, place)
+        _add_up(_by_process(others, flat.chunk(size), own), place)
     return found.div_(over) if over > 1 else found
+
+
+def _by_process(brought: Tensor, sent: Sequence[Tensor], own: int) -> list[Tensor]:
+    """What an exchange brings of each process, and what this one has for itself, in the order of processes."""
+    parts = list(brought.chunk(len(sent) - 1))
+    parts.insert(own, sent[own])
+    return parts
 
 
 def _add_up(parts: Sequence[Tensor], place: Tensor) -> None:
@@ -72,17 +75,15 @@ def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
     return torch_internals.group_named(name)
 
 
-def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor | None], gives: Sequence[Tensor]) -> None:
-    """Asks for and offers these parts, by process; who comes next in turn first, so that not all send to one. What waits for `result`
-    waits for all."""
+def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], gives: Sequence[Tensor]) -> None:
+    """Asks for and offers these parts, by process, but for this one's own; who comes next in turn first, so that not all send to one.
+    What waits for `result` waits for all."""
     own, size = over.rank(), len(gives)
     if not result.numel():
         return
     for step in range(1, size):
         source, to = (own - step) % size, (own + step) % size
-        part = takes[source]
-        assert part is not None  # only one's own is
-        torch_internals.register_work(result, over.recv([part], source, TAG))
+        torch_internals.register_work(result, over.recv([takes[source]], source, TAG))
         torch_internals.register_work(result, over.send([gives[to]], to, TAG))
 
 
