@@ -192,6 +192,9 @@ class Plan:
         for name, legal in (("compression", COMPRESSIONS), ("compute", LEGAL), ("reduce", LEGAL)):
             if getattr(self, name) not in ("", *legal):
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: '', {', '.join(legal)}")
+        for name in ("direct", "early", "regions"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: true, false")
         for name, (least, what) in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

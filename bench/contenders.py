@@ -161,6 +161,11 @@ COMPRESSIONS: dict[str, Callable[[], Contender]] = {
 }
 
 
+def side_of(name: str) -> str:
+    """The project whose a contender is: what shares a process."""
+    return next((side for side in ("autoshard", "deepspeed") if name.startswith(side)), "torch")
+
+
 def why_absent(name: str) -> str:
     """Why a contender cannot be run here; "" if it can."""
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:

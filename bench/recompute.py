@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ sys.path.insert(0, str(HERE))
 
 import contenders  # noqa: E402
 import report  # noqa: E402
+import turns  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
 
@@ -132,9 +132,9 @@ def serve(point: Point, codegen: str, batch: int) -> None:
     inputs: Any = zoo.MODELS[point.model][1](batch, torch.Generator().manual_seed(0))
     for _ in range(WARM_UP):
         made.step(inputs)
-    print(json.dumps({"peak": worker.held_bytes(made) + worker.step_growth(made, inputs)}), flush=True)
-    for _ in sys.stdin:
-        print(json.dumps({"seconds": [worker._timed(made, inputs)[0] for _ in range(STEPS)]}), flush=True)
+    turns.answer(peak=worker.held_bytes(made) + worker.step_growth(made, inputs))
+    for _ in turns.told():
+        turns.answer(seconds=[worker._timed(made, inputs)[0] for _ in range(STEPS)])
 
 
 class Served:
@@ -143,35 +143,18 @@ class Served:
     def __init__(self, point: Point, codegen: str, batch: int) -> None:
         command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), "--codegen", codegen, "--batch", str(batch)]
         self.point = point
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.peak, self.seconds = int(self._answer()["peak"]), list[float]()
+        self.player = turns.Player(command, {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
+        self.peak, self.seconds = int(self.player.answered()["peak"]), list[float]()
         print(f"{point.model} {point.way} {point.label}: {self.peak / 1e6:.1f} MB", flush=True)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
-        raise RuntimeError(f"the process of {self.point} ended with {self.process.wait()}")
 
     def take_steps(self) -> None:
         """Some more."""
-        assert self.process.stdin is not None
-        print(file=self.process.stdin, flush=True)
-        self.seconds += self._answer()["seconds"]
+        self.seconds += self.player.play()["seconds"]
 
     def end(self) -> None:
         """Of the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.player.end()
+        self.player.process.wait()
 
 
 def _take_turns(served: list[Served]) -> None:

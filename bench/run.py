@@ -34,7 +34,7 @@ from worker import Measured  # noqa: E402
 
 RATES = (0, 1000, 200)
 FIRST_PORT = 29541
-# What every job measures too, so that ratios to it are paired.
+# What every job measures too, for ratios to it.
 BASELINES = ("ddp", "fsdp2")
 LOSS_TOLERANCE = 1e-3
 
@@ -75,15 +75,9 @@ class Driver:
         return {name: measured[0] for name, measured in jobs.items() if measured}
 
     def steps(self, names: Sequence[str], mbit: int) -> list[Steps]:
-        """Step times at one rate; DeepSpeed, which changes torch for a whole process, in a job of its own."""
-        apart = [n for n in names if n.startswith("deepspeed")]
-        together = [n for n in names if n not in apart]
-        found = []
-        for members in (together, [*BASELINES, *apart] if apart else []):
-            measured = self.job(members, mbit, "shared", "--steps", str(self.rounds)) if members else None
-            if measured:
-                found.append(Steps(mbit, measured, self.model, self.hosts))
-        return found
+        """Step times at one rate."""
+        measured = self.job(names, mbit, "shared", "--steps", str(self.rounds))
+        return [Steps(mbit, measured, self.model, self.hosts)] if measured else []
 
 
 def _environment(model: str) -> dict[str, str]:

@@ -3,8 +3,10 @@
     worker.py ddp,autoshard0 --steps 15 --out steps.json           # step times, contenders side by side
     worker.py autoshard0 --memory --out memory.json                # peak memory and first step, one contender
 
-[Note: Side by side] All contenders live in one process group and take turns, one step each a round. So noise
-of the machine and of the network hits all alike, and the ratio of two steps of one round means something.
+[Note: Side by side] All contenders take turns, one step each a round. So noise of the machine and of the network hits all
+alike, and the ratio of two steps of one round means something. Those of one project are in one process group, with processes of
+their own beside those of the others: what a project sets for its whole process (DeepSpeed changes torch, autoshard keeps freed
+memory) the others do not have.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import contenders  # noqa: E402
 import reference  # noqa: E402
+import turns  # noqa: E402
 
 WARM_UP = 3  # the first step compiles, the second may rebuild buckets or recompile, the third settles caches
 EXIT_SECONDS = 0.5
+PORTS_APART = 1000  # of what sides meet on
 
 
 @dataclass
@@ -53,12 +57,38 @@ class Measured:
     peak: int | None = None
 
 
-def measure_steps(names: Sequence[str], rounds: int, pause: float = 0.0) -> list[Measured]:
-    """`rounds` timed steps of each contender after the warm-up, taking turns, with a pause of so many seconds after each. See
-    [Note: Side by side]."""
+def measure_steps(names: Sequence[str], options: Sequence[str]) -> list[Measured]:
+    """Steps of each contender after the warm-up, taking turns. options: of the command line. See [Note: Side by side]."""
+    # The program as it was called: one that adds contenders of its own has them in the sides' processes too.
+    sides: dict[str, list[str]] = {}
+    for name in names:
+        sides.setdefault(contenders.side_of(name), []).append(name)
+    port = int(os.environ["MASTER_PORT"])
+    players = []
+    for number, members in enumerate(sides.values()):
+        command = [sys.executable, sys.argv[0], ",".join(members), "--told", *options]
+        players.append(turns.Player(command, {**os.environ, "MASTER_PORT": str(port + PORTS_APART * (number + 1))}))
+    return _play(players, names)
+
+
+def _play(players: Sequence[turns.Player], names: Sequence[str]) -> list[Measured]:
+    rounds = min(int(player.answered()["rounds"]) for player in players)
+    for _ in range(rounds):
+        for player in players:
+            player.play()
+    found: dict[str, Measured] = {}
+    for player in players:
+        player.end()
+        found |= {entry["name"]: Measured(**entry) for entry in player.answered()["measured"]}
+    return [found[name] for name in names]
+
+
+def take_turns(names: Sequence[str], rounds: int, pause: float) -> None:
+    """Of one side, in a process that is told when: a step of each contender, with a pause of so many seconds after it."""
     possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY
     runs = [(Measured(name), possible[name]()) for name in names]
-    for number in range(WARM_UP + rounds):
+    turns.answer(rounds=WARM_UP + rounds)
+    for number in turns.told():
         if number == WARM_UP:
             _quiet_collector()
         tokens = reference.batch(number, dist.get_rank())
@@ -68,10 +98,11 @@ def measure_steps(names: Sequence[str], rounds: int, pause: float = 0.0) -> list
             measured.losses.append(loss)
             if number >= WARM_UP:
                 measured.seconds.append(seconds)
+        turns.answer()
     for measured, _ in runs:
         measured.seconds = _over_ranks(measured.seconds, dist.ReduceOp.MAX)
         measured.losses = _mean_over_ranks(measured.losses)
-    return [measured for measured, _ in runs]
+    turns.answer(measured=[asdict(measured) for measured, _ in runs])
 
 
 def _quiet_collector() -> None:
@@ -186,7 +217,7 @@ def _start(caches: Path | None) -> None:
 
 def _report(results: Sequence[Measured], out: Path) -> None:
     """Rank 0 writes the results and prints a line each."""
-    if dist.get_rank() != 0:
+    if int(os.environ["RANK"]) != 0:
         return
     out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
     for r in results:
@@ -205,13 +236,20 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory of one contender instead")
     parser.add_argument("--caches", type=Path, help="folder for compile caches; empty for a cold first step")
     parser.add_argument("--out", type=Path, required=True, help="JSON file that rank 0 writes")
+    parser.add_argument("--told", action="store_true", help=argparse.SUPPRESS)  # one side, which takes turns with others
     asked = parser.parse_args()
     names = asked.contenders.split(",")
     if asked.memory and len(names) != 1:
         parser.error("--memory takes one contender: another one's tensors would be counted")
+    if not (asked.memory or asked.told):
+        options = ["--steps", str(asked.steps), "--pause", str(asked.pause), "--out", str(asked.out)]
+        _report(measure_steps(names, options + (["--caches", str(asked.caches)] if asked.caches else [])), asked.out)
+        return
     _start(asked.caches)
-    results = [measure_memory(names[0])] if asked.memory else measure_steps(names, asked.steps, asked.pause / 1e3)
-    _report(results, asked.out)
+    if asked.memory:
+        _report([measure_memory(names[0])], asked.out)
+    else:
+        take_turns(names, asked.steps, asked.pause / 1e3)
     dist.barrier()
     sys.stdout.flush()
     # gloo's threads may still hold Python objects of the last work; leave them time before the teardown

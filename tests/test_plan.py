@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -60,6 +61,14 @@ def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="plan:"):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["direct", "early", "regions"])
+def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
+    """A text such as "no", edited into a file, is true to Python."""
+    text = make_plan(_blocks(), Config(zero=2), _where()).to_json()
+    with pytest.raises(PlanError, match=f"plan: {name}: 'no' is not legal; legal: true, false"):
+        Plan.from_json(json.dumps({**json.loads(text), name: "no"}))
 
 
 def test_a_plan_must_fit_its_mesh() -> None:
