@@ -27,7 +27,9 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.timeline import MOST, Sharing
+from autoshard.ops import wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
+from autoshard.ops.layout import Layout
 from autoshard.runtime import processes
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.presence import Patience
@@ -35,6 +37,8 @@ from autoshard.runtime.presence import Patience
 PASSES = 3
 SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 IN_A_ROW = 3  # collectives
+BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct")  # whose sends begin in the thread that asks for them
+PACKED = 8  # parameters
 SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
 Run = Callable[[], object]
@@ -44,7 +48,8 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Row:
-    """One row to measure: its table and size, what makes the runs of it, and how many kernels of that size a run has."""
+    """One row to measure: its table and size, what makes the runs of it, and how many kernels of that size a run has. A run that gives
+    seconds says itself how long it took."""
 
     table: str
     size: float
@@ -61,7 +66,8 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
     where = Group(world.size, -(-world.size // int(_together(min(processes.on_this_node(), world.size)))))
-    rows = [*_kernels(device), *serial, *(_collectives(device, where, group) if group else ())]
+    together = [*_packs(device), *_collectives(device, where, group)] if group else []
+    rows = [*_kernels(device), *serial, *together]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, dict[float, list[float]]] = {}
     for row in shown:
@@ -111,9 +117,11 @@ def _beside(
         dist.barrier()
         computing = compute()
         dist.barrier()
+        asked = time.perf_counter()
         flying = start()
+        asking = time.perf_counter() - asked
         both = compute()
-        found.append((1 - computing / both, 1 - max(alone - wait(flying), 0.0) / both))
+        found.append((1 - computing / both, 1 - max(alone - asking - wait(flying), 0.0) / both))
     interference, drag = (min(max(_together(statistics.median(lost)), 0.0), MOST) for lost in zip(*found))
     return interference, drag
 
@@ -167,11 +175,11 @@ def _timed(run: Run, device: torch.device) -> float:
 def _timed_batch(runs: Iterator[Run], batch: int, device: torch.device) -> float:
     chosen = list(itertools.islice(runs, batch))
     start = time.perf_counter()
-    for run in chosen:
-        run()
+    given = [run() for run in chosen]
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # not what a collective has of its own
-    return (time.perf_counter() - start) / batch
+    spent = [seconds for seconds in given if isinstance(seconds, float)] or [time.perf_counter() - start]
+    return sum(spent) / batch
 
 
 def _together(seconds: float) -> float:
@@ -193,10 +201,12 @@ def _rising(points: Iterable[tuple[float, float]]) -> Table:
 
 
 def _kernels(device: torch.device) -> Iterable[Row]:
+    if device.type == "cpu":  # where nothing runs ahead of what it asks for
+        yield Row("view", 1, _turns(lambda x: torch.ops.aten.view.default(x, [256]), [(16, 16)], torch.float32, device))
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         for n in (16, 64, 128, 256, 512, 1024):
             yield Row(f"matmul.{name}", 2 * n**3, _turns(_three_matmuls, [(n, n), (n, n)], dtype, device), 3)
-        for b, s in ((1, 32), (4, 128), (2, 512)):
+        for b, s in ((1, 32), (1, 64), (4, 128), (2, 512)):
             yield _attention(b, s, dtype, name, device)
         for c in (4, 32, 128):
             shapes = [(4, c, 16, 16), (c, c, 3, 3)]
@@ -209,6 +219,19 @@ def _kernels(device: torch.device) -> Iterable[Row]:
         yield Row("random", 9 * n, _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
         yield Row("copy", 8 * n, _turns(lambda x: x.t().contiguous(), wide, torch.float32, device))
         yield Row("lookup", 8 * n, _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1, device=x.device)), wide, torch.float32, device))
+
+
+def _packs(device: torch.device) -> Iterable[Row]:
+    """Rows of several parameters copied into what is sent, as they are and as bf16."""
+    for table, dtype in (("pack", torch.float32), ("pack_cast", torch.bfloat16)):
+        layout = Layout("", 2, (), "", 2, dtype)
+        for n in (2**8, 2**12, 2**15, 2**18):
+
+            def pack(*rows: Tensor, n: int = n, layout: Layout = layout) -> object:
+                return wire.pack_shards(rows, ((2 * n,),) * PACKED, layout)
+
+            size = PACKED * n * (4 + dtype.itemsize)
+            yield Row(table, size, _turns(pack, [(n,)] * PACKED, torch.float32, device))
 
 
 def _one_by_one() -> Iterable[Row]:
@@ -303,12 +326,24 @@ def _collectives(device: torch.device, where: Group, group: str) -> Iterable[Row
             calls["gather_direct"] = lambda rows=rows: GATHER_DIRECT(rows, size, group)  # type: ignore[misc]
             calls["exchange_direct"] = lambda whole=whole: EXCHANGE_DIRECT(whole, size, group)  # type: ignore[misc]
         for name, call in calls.items():
+            if name in BEGIN_WHERE_ASKED:
+                yield Row(table_name(f"{name}.issue", where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _issued(call)), IN_A_ROW)  # type: ignore[misc]
             yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _in_a_row(call)), IN_A_ROW)  # type: ignore[misc]
 
 
 def _in_a_row(call: Callable[[], Tensor]) -> None:
     for flying in [call() for _ in range(IN_A_ROW)]:
         _functional.wait_tensor(flying)
+
+
+def _issued(call: Callable[[], Tensor]) -> float:
+    """The seconds until several have been asked for."""
+    start = time.perf_counter()
+    flying = [call() for _ in range(IN_A_ROW)]
+    spent = time.perf_counter() - start
+    for one in flying:
+        _functional.wait_tensor(one)
+    return spent
 
 
 def _device(device: torch.device, tables: dict[str, Table]) -> Device:

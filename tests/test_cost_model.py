@@ -320,6 +320,30 @@ def test_a_link_at_rest_begins_later_and_a_busy_one_does_not() -> None:
         assert max(span.end for span in line.spans if span.stream == "link") == end
 
 
+def test_asking_for_a_collective_takes_compute_s_time() -> None:
+    """The collective may begin in it."""
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    started = graph.call_function(c10d.all_reduce.default, ())
+    wait = Operation(graph.call_function(c10d.wait_tensor.default, (started,)), "forward", (1,), ())
+    kernel = Operation(graph.call_function(torch.ops.aten.relu.default, ()), "forward", (2,), (3,))
+    program = Program([Operation(started, "forward", (0,), (1,)), kernel, wait])
+    for compute, step in ((1.0, 5.0), (4.0, 6.0)):
+        line = timeline.simulate(program, lambda _, c=compute: c, lambda _: 5.0, issue=lambda _: 2.0)
+        assert (line.seconds, line.compute, line.exposed) == (step, compute + 2.0, step - compute - 2.0)
+
+
+@pytest.mark.parametrize(("codegen", "calls"), [("eager", True), ("inductor", False)])
+def test_a_view_takes_a_call_where_no_code_is_generated(codegen: str, calls: bool) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1, codegen)
+    plan = _plan(forecaster, 0)
+    program, _, took, _ = forecaster.simulated(plan)
+    views = sum(o.views for o in program.operations)
+    assert (views > 4) == calls  # its flatten and the weights' transposes, in both directions
+    slow = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1.0),)}))
+    _, _, slower, _ = Forecaster(forecaster.captured, NAMED["adamw"], slow, codegen).simulated(plan)
+    assert slower.seconds - took.seconds == pytest.approx(views, abs=1e-6)
+
+
 def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
     tables = {"matmul.fp32": ((1.0, 1e-9), (1e12, 1.0)), "pointwise": ((1.0, 1e-9), (1e9, 1.0))}
     device = replace(DEVICES["cpu"], tables=tables)

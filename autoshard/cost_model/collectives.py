@@ -67,6 +67,12 @@ def seconds(collective: str, payload: int, group: Group, device: Device) -> floa
     return min(algorithm(collective, payload, group, device) for algorithm in algorithms)
 
 
+def issue_seconds(collective: str, payload: int, group: Group, device: Device) -> float:
+    """Seconds until the process that asks for one can go on, where that was measured: sends over gloo begin in the one that asks."""
+    table = device.tables.get(table_name(f"{collective}.issue", replace(group, beside=1)))
+    return float(look_up(table, payload)) if table is not None else 0.0
+
+
 def table_name(collective: str, group: Group) -> str:
     """"all_gather@8" of eight processes on one node, "all_gather@8/2" on two."""
     return f"{collective}@{group.size}" + (f"/{group.nodes}" if group.nodes > 1 else "")

@@ -68,7 +68,7 @@ def _merged(program: Program, members: list[Operation], inner: set[int]) -> Oper
     parts = tuple(dict.fromkeys(part for o in members for part in (o.parts or (o.node,))))
     masks = sum(program.pieces[p].bytes for o in members if _is_mask(o) for p in o.makes if p in makes)
     one = replace(members[-1], reads=reads, makes=makes, parts=parts, over=_over(members))
-    return replace(one, read_bytes=read_bytes, made_bytes=made_bytes, masks=masks)
+    return replace(one, read_bytes=read_bytes, made_bytes=made_bytes, masks=masks, views=0)
 
 
 def _is_mask(operation: Operation) -> bool:

@@ -3,7 +3,8 @@
 [Note: Tables] `autoshard calibrate` measures tables of (size, seconds). For kernels the size is FLOPs (matmul, convolution,
 attention) or bytes moved (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
 Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
-size. A table's name ends with the dtype where rates differ by it.
+size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
+row, and costs nothing where it was not measured.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from autoshard.cost_model.work import Kind, Work
 # kernels reach of the memory's bandwidth.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.85
 BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
-_LIKE: dict[Kind, Kind] = {"other": "pointwise"}
+_LIKE: dict[Kind, Kind] = {"other": "pointwise", "pack": "copy", "pack_cast": "copy"}
 Amount: TypeAlias = "float | NDArray[np.float64]"
 
 
 def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     """Seconds of one kernel whose sizes are numbers, or of as many as their arrays have. fused: generated code, which no
     dispatcher comes before."""
+    if work.kind == "view":
+        return device.tables.get("view", ((1.0, 0.0),))[0][1]
     size: Any = work.flops if work.kind in BY_FLOPS else work.read + work.written
     table = _table(work, device)
     if table is None:
@@ -51,8 +54,8 @@ def _one_by_one(work: Work, device: Device) -> Amount:
 
 
 def _table(work: Work, device: Device) -> Table | None:
-    kind = _LIKE.get(work.kind, work.kind)
-    return device.tables.get(f"{kind}.{work.dtype}") or device.tables.get(f"{kind}.fp32" if kind in BY_FLOPS else kind)
+    own = device.tables.get(f"{work.kind}.{work.dtype}") or device.tables.get(f"{work.kind}.fp32" if work.kind in BY_FLOPS else work.kind)
+    return own or device.tables.get(_LIKE.get(work.kind, work.kind))
 
 
 def _roofline(work: Work, device: Device) -> Amount:

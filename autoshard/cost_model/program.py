@@ -66,7 +66,8 @@ class Operation:
     """One operation: reads pieces, makes pieces. node: its call, with fake values. half: of which graph. code: the number
     of the graph that code is generated of with it in it; None where it runs by itself. call: the call of a block that it
     is a part of. parts: of a kernel that several were fused into, their calls; read_bytes, made_bytes: of its pieces, masks:
-    of booleans among these. over: of each result the pieces whose place it could take."""
+    of booleans among these. over: of each result the pieces whose place it could take. views: how many were made since the operation
+    before, each a call where no code is generated."""
 
     node: Node
     half: Half
@@ -79,6 +80,7 @@ class Operation:
     made_bytes: tuple[Size, ...] = ()
     masks: Size = 0
     over: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    views: int = 0
 
     @property
     def name(self) -> str:
@@ -127,6 +129,7 @@ class Writer:
         scatters: False of a transport that reduces a copy of the whole, as gloo does."""
         self.program, self.body_of, self.scatters = Program(open=open or Open()), body_of, scatters
         self._codes, self._code, self._caller = itertools.count(), cast("int | None", None), cast("Node | None", None)
+        self._views = 0
         self._in_flight: dict[int, tuple[int, ...]] = {}  # by what a collective gives: what the transport holds meanwhile
 
     def write(self, gm: GraphModule, half: Half, inputs: Sequence[Value], compiled: bool) -> list[Value]:
@@ -151,6 +154,7 @@ class Writer:
         reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in given if isinstance(a, Node)])))
         alias = aliased(node)
         if alias == "view":
+            self._views += 1
             return _shared(node, reads)
         value = self._operation(node, half, reads, writes=alias == "write")
         self._note_flight(node, reads, value)
@@ -170,7 +174,9 @@ class Writer:
         value = _shared(node, reads) if writes else self._made(node, at)
         makes = () if writes else tuple(pieces_of(value))
         if writes or makes:
-            self.program.operations.append(Operation(node, half, reads, makes, self._code, self._caller))
+            views = 0 if is_collective(node) else self._views  # these are no kernels
+            self._views -= views
+            self.program.operations.append(Operation(node, half, reads, makes, self._code, self._caller, views=views))
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:

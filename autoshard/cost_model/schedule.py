@@ -25,7 +25,7 @@ from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
 from autoshard.cost_model.sizes import Values, evaluator, shape_of
 from autoshard.cost_model.timeline import Link, LinkOf, Sharing
-from autoshard.cost_model.work import Work, work_of
+from autoshard.cost_model.work import VIEW, Work, work_of
 
 _SIZES = ("flops", "read", "written", "hard", "serial")
 _AT_ONCE = 1 << 17  # points: some hundred megabytes of what is computed for them
@@ -41,9 +41,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective that is issued. gives: the pieces that its wait will name. link: what carries it."""
+    """A collective that is issued, for which `issue` seconds pass on compute. gives: the pieces that its wait will name. link: what
+    carries it."""
 
     seconds: float
+    issue: float
     gives: tuple[int, ...]
     link: Link
 
@@ -94,6 +96,7 @@ class Schedule:
             elif isinstance(event, Message):
                 links[event.link] = np.maximum(links.get(event.link, now), now + sharing.wake) + event.seconds
                 ends.update(dict.fromkeys(event.gives, links[event.link]))
+                now = now + event.issue
             else:
                 for piece in event.pieces:
                     now = np.maximum(now, ends.pop(piece, now))
@@ -141,9 +144,14 @@ class _Book:
         self.events: list[Event] = []
         self._open: Counter[int] = Counter()
 
-    def run(self, kernel: Kernel) -> None:
-        """One more in this stretch."""
-        self._open[self.kernels.setdefault(kernel, len(self.kernels))] += 1
+    def run(self, operation: Operation, kernel: Kernel) -> None:
+        """One more in this stretch, and the views before it."""
+        self._open[self._number(kernel)] += 1
+        if operation.views:
+            self._open[self._number((VIEW, False))] += operation.views
+
+    def _number(self, kernel: Kernel) -> int:
+        return self.kernels.setdefault(kernel, len(self.kernels))
 
     def note(self, event: Message | Wait) -> None:
         """Ends the stretch."""
@@ -165,20 +173,21 @@ def schedule_of(
     sharing: Sharing,
     after: float,
     link_of: LinkOf,
+    issue: Callable[[Operation], float],
 ) -> Schedule:
-    """The schedule of a program. collective: the seconds of one. link_of: what carries it. generated: whether code is generated for an operation.
+    """The schedule of a program. collective: the seconds of one. link_of: what carries it. issue: seconds that asking for it takes. generated: whether code is generated for an operation.
     after: the optimizer's seconds."""
     book = _Book()
     for operation in program.operations:
         if operation.name == WAIT:
             book.note(Wait(operation.reads))
         elif is_collective(operation.node):
-            book.note(Message(collective(operation), operation.makes, link_of(operation)))
+            book.note(Message(collective(operation), issue(operation), operation.makes, link_of(operation)))
         elif operation.name == SPARSE:
-            book.note(Message(collective(operation), operation.makes, link_of(operation)))
+            book.note(Message(collective(operation), 0.0, operation.makes, link_of(operation)))
             book.note(Wait(operation.makes))
-            book.run((work_of(operation).at(program.open.named), generated(operation)))
+            book.run(operation, (work_of(operation).at(program.open.named), generated(operation)))
         else:
-            book.run((work_of(operation).at(program.open.named), generated(operation)))
+            book.run(operation, (work_of(operation).at(program.open.named), generated(operation)))
     book.close()
     return Schedule(tuple(book.kernels), tuple(book.events), device, sharing, after)

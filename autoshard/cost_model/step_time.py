@@ -19,7 +19,7 @@ from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.sizes import Open, bytes_of
 from autoshard.cost_model.step import INDEX
 from autoshard.cost_model.timeline import Link, Sharing, Timeline
-from autoshard.cost_model.work import Work, work_of
+from autoshard.cost_model.work import VIEW, Work, work_of
 
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -53,13 +53,15 @@ def step_time(
         return float(seconds(work, cluster.device, generated))
 
     def kernel(operation: Operation) -> float:
-        return spent(work_of(operation).at(program.open.number), fused and is_generated(operation))
+        own = spent(work_of(operation).at(program.open.number), fused and is_generated(operation))
+        return own + operation.views * spent(VIEW, False)
 
     def collective(operation: Operation) -> float:
         return collective_seconds(operation, cluster, groups, program.open)
 
     sharing = Sharing.on(cluster.device, groups.values())
-    line = timeline.simulate(program, kernel, collective, sharing, functools.partial(_link_of, groups))
+    issue = functools.partial(_issue_seconds, cluster=cluster, groups=groups)
+    line = timeline.simulate(program, kernel, collective, sharing, functools.partial(_link_of, groups), issue)
     return StepTime(line, _optimizer(moved, cluster))
 
 
@@ -75,6 +77,7 @@ def schedule(
         Sharing.on(cluster.device, groups.values()),
         _optimizer(moved, cluster),
         functools.partial(_link_of, groups),
+        functools.partial(_issue_seconds, cluster=cluster, groups=groups),
     )
 
 
@@ -87,11 +90,20 @@ def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[s
     group = _group(groups, operation)
     if operation.name == SPARSE and operation.node.args[1] is not None:
         return _rows_seconds(operation.node, group, cluster, sizes)
+    return collectives.seconds(*_message(operation, group), group, cluster.device)
+
+
+def _issue_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
+    group = _group(groups, operation)
+    return collectives.issue_seconds(*_message(operation, group), group, cluster.device)
+
+
+def _message(operation: Operation, group: Group) -> tuple[str, int]:
+    """Which collective, and the bytes of the whole tensor."""
     packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
     name = "all_reduce" if operation.name == SPARSE else _NAMES.get(packet, packet)
     value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
-    payload = value.numel() * value.element_size() * (group.size if name in GATHERS else 1)
-    return collectives.seconds(name, payload, group, cluster.device)
+    return name, value.numel() * value.element_size() * (group.size if name in GATHERS else 1)
 
 
 def _rows_seconds(node: Node, group: Group, cluster: Cluster, sizes: Open) -> float:

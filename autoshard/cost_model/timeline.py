@@ -5,6 +5,7 @@ through, for each link carries out its collectives in turn: that between nodes i
 the processor itself moves the bytes (gloo), both slow down while both are at work: of each such second compute loses
 `interference`, and the collective `drag`. So several operations take beside a collective what one of their whole length would.
 Who carries a collective out is asleep when there is none, and begins `wake` after it is issued, or when the one before has ended.
+Asking for a collective takes compute's time too, in which that may begin already.
 Processes are slower by turns, and a collective waits for the slowest: between two of them compute takes `skew` of itself longer.
 """
 
@@ -99,16 +100,21 @@ def _one(operation: Operation) -> Link:
     return "between"
 
 
+def _at_once(operation: Operation) -> float:
+    return 0.0
+
+
 def simulate(
-    program: Program, kernel: Seconds, collective: Seconds, sharing: Sharing = ALONE, link_of: LinkOf = _one
+    program: Program, kernel: Seconds, collective: Seconds, sharing: Sharing = ALONE, link_of: LinkOf = _one, issue: Seconds = _at_once
 ) -> Timeline:
-    """The timeline of a program without its optimizer's step. link_of: what carries a collective."""
+    """The timeline of a program without its optimizer's step. link_of: what carries a collective. issue: seconds that asking for it takes
+    compute."""
     walk = _Walk(sharing)
     for i, operation in enumerate(program.operations):
         if operation.name == WAIT:
             walk.wait(i, operation.reads)
         elif is_collective(operation.node):
-            walk.issue(i, operation.makes, collective(operation), link_of(operation))
+            walk.issue(i, operation.makes, collective(operation), link_of(operation), issue(operation))
         elif operation.name == SPARSE:  # it ends with its collectives
             walk.issue(i, operation.makes, collective(operation), link_of(operation))
             walk.wait(i, operation.makes)
@@ -141,12 +147,15 @@ class _Walk:
             self.spans.append(Span(at, "wait", self.now, end))
             self.now = end
 
-    def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link) -> None:
+    def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link, asking: float = 0.0) -> None:
         start = max(self.links.get(link, 0.0), self.now + self.sharing.wake)
         self.links[link] = start + seconds
         self.communication += seconds
         self.issued.update(dict.fromkeys(makes, at))
         self.flights[at] = Span(at, "link", start, start + seconds)
+        if asking:
+            self.spans.append(Span(at, "compute", self.now, self.now + asking))
+            self.now, self.compute = self.now + asking, self.compute + asking
 
     def run(self, at: int, seconds: float) -> None:
         start, taken = self.now, seconds * (1 + self.sharing.skew)

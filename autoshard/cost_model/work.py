@@ -7,7 +7,7 @@ function of (exp, tanh, erf), draws or makes a mask, which bound such kernels on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard.cost_model.program import Operation, is_collective
 from autoshard.cost_model.sizes import Size, bytes_of, product, size_of
 
-Kind = Literal["matmul", "convolution", "attention", "pointwise", "reduction", "lookup", "copy", "random", "other", "collective", "wait"]
+Kind = Literal["matmul", "convolution", "attention", "pointwise", "reduction", "lookup", "copy", "random", "pack", "pack_cast", "view", "other", "collective", "wait"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -50,8 +50,9 @@ _DRAWN = _names("inductor_random inductor_randint rand rand_like randn randn_lik
 _RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
-    scalar_tensor slice_scatter slice_backward select_backward stack pack_shards unpack_full pack_grads
+    scalar_tensor slice_scatter slice_backward select_backward stack
 """)
+_PACKS = _names("pack_shards unpack_full pack_grads")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class Work:
     def guessed(self) -> bool:
         """No rule was written for it, so its bytes stand for all that it costs."""
         return self.kind == "other"
+
+
+VIEW = Work("view", 0, 0, 0)
 
 
 def work_of(operation: Operation) -> Work:
@@ -105,6 +109,8 @@ def kind_of(node: Node) -> Kind:
         return "convolution"
     if name.startswith("_scaled_dot_product"):
         return "attention"
+    if name in _PACKS:
+        return "pack" if _dtypes(_given(node)) == _dtypes(tree_leaves(node.meta.get("val"))) else "pack_cast"
     for kind, names in (("reduction", _REDUCTIONS), ("lookup", _LOOKUPS), ("copy", _COPIES), ("random", _RANDOM)):
         if name in names:
             return kind  # type: ignore[return-value]
@@ -155,6 +161,10 @@ def op_name(node: Node) -> str:
 def _given(node: Node) -> list[Tensor]:
     values = [a.meta.get("val") for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _dtypes(values: Iterable[Any]) -> set[torch.dtype]:
+    return {value.dtype for value in values if isinstance(value, Tensor)}
 
 
 def _dtype(node: Node) -> str:
