@@ -39,6 +39,7 @@ SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 IN_A_ROW = 3  # collectives
 BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct")  # whose sends begin in the thread that asks for them
 PACKED = 8  # parameters
+TOGETHER = 0.01  # seconds of a message beside which compute is measured, at most
 SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
 Run = Callable[[], object]
@@ -82,12 +83,12 @@ def calibrate(timeout: float = 60.0) -> Cluster:
 
 def _sharing(device: torch.device, group: str) -> Sharing:
     """How compute and collectives get on beside each other: matmuls, and an all-gather that takes twice as long."""
-    a, message, little = torch.randn(256, 256, device=device), torch.zeros(2**20, device=device), torch.zeros(2**10, device=device)
+    a, message, little = torch.randn(256, 256, device=device), torch.zeros(2**21, device=device), torch.zeros(2**10, device=device)
     size = dist.get_world_size()
     collective: Callable[..., Tensor] = GATHER_DIRECT if device.type == "cpu" else _functional.all_gather_into_tensor
 
-    def gather(message: Tensor = message) -> Tensor:
-        return collective(message, size, group)
+    def gather(part: Tensor | None = None) -> Tensor:
+        return collective(message if part is None else part, size, group)
 
     def compute(count: int) -> float:
         return _timed_batch(itertools.repeat(lambda: a @ a), count, device) * count
@@ -101,7 +102,11 @@ def _sharing(device: torch.device, group: str) -> Sharing:
 
     compute(100)
     link()  # the first ones warm up
-    count = max(1, int(_together(statistics.median([link() for _ in range(9)]) / compute(100)) * 100 / 2))
+    taken = float("inf")
+    while taken > TOGETHER and message.numel() > little.numel():
+        message = message[: message.numel() // 2]
+        taken = _together(statistics.median([link() for _ in range(5)]))
+    count = max(1, int(_together(taken / compute(100)) * 100 / 2))
     skew = _skew(lambda: compute(4 * count), device)
     wake = _wake(lambda: compute(count), lambda: gather(little), device)
     return Sharing(*_beside(lambda: compute(count), link, gather, wait), skew, wake)
@@ -159,9 +164,11 @@ def _median(row: Row, device: torch.device) -> float:
     if dist.is_initialized():
         dist.barrier()
     _timed(next(runs), device)  # the first one warms up
-    once = _together(_timed(next(runs), device))
+    start = time.perf_counter()
+    own = _timed(next(runs), device)
+    once = _together(time.perf_counter() - start)
     if once > SECONDS_EACH:
-        return once / row.kernels
+        return _together(own) / row.kernels
     count = max(3, min(200, int(SECONDS_EACH / max(once, 1e-6))))
     batch = max(1, int(1e-3 / max(once, 1e-6)))  # short ones are timed several at once
     found = [_timed_batch(runs, batch, device) for _ in range(-(-count // batch) if batch > 1 else count)]
