@@ -39,7 +39,7 @@ SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 IN_A_ROW = 3  # collectives
 BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct")  # whose sends begin in the thread that asks for them
 PACKED = 8  # parameters
-TOGETHER = 0.01  # seconds of a message beside which compute is measured, at most
+TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
 SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
 POOL = 64 * 2**20  # bytes of buffers that are taken in turn
 Run = Callable[[], object]
@@ -135,7 +135,7 @@ def _skew(compute: Callable[[], float], device: torch.device) -> float:
     """How much later than each usually is through the slowest is, as a share of what each computes."""
     number = torch.zeros(1, device=device)
     own, until = [], []
-    for _ in range(60):
+    for _ in range(30):
         _timed(lambda: dist.all_reduce(number), device)
         meeting = _timed(lambda: dist.all_reduce(number), device)
         own.append(compute())
