@@ -98,6 +98,11 @@ class Results:
     skipped: list[str]
     failures: list[str]
 
+    @property
+    def by_rate(self) -> list[Steps]:
+        """A job a rate, the fastest links first."""
+        return sorted(self.steps, key=lambda job: -job.mbit or -math.inf)
+
     def memory_of(self, name: str) -> Measured | None:
         """The contender's job of its own, if it succeeded."""
         return next((m for m in self.memory if m.name == name), None)
@@ -142,16 +147,14 @@ def draw(results: Results, path: Path) -> None:
     """Step times by contender, a panel a rate; the bound of each as a line."""
     from matplotlib.figure import Figure
 
-    rates = sorted({s.mbit for s in results.steps}, key=lambda mbit: -mbit or -math.inf)
-    figure = Figure(figsize=(4 * len(rates), 4), layout="constrained")
-    for axes, mbit in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates):
-        rows = _rows([s for s in results.steps if s.mbit == mbit])
-        names = [measured.name for _, measured in rows]
-        axes.barh(names, [statistics.median(m.seconds) for _, m in rows], color=["C0" if "auto" in n else "0.7" for n in names])
-        for i, (job, measured) in enumerate(rows):
-            if (least := bound(job, measured.name)) is not None:
+    figure = Figure(figsize=(4 * len(results.steps), 4), layout="constrained")
+    for axes, job in zip(figure.subplots(1, len(results.steps), squeeze=False)[0], results.by_rate):
+        names = [measured.name for measured in job.measured]
+        axes.barh(names, [statistics.median(m.seconds) for m in job.measured], color=["C0" if "auto" in n else "0.7" for n in names])
+        for i, name in enumerate(names):
+            if (least := bound(job, name)) is not None:
                 axes.plot([least, least], [i - 0.4, i + 0.4], color="C3")
-        axes.set_title(rate_text(mbit))
+        axes.set_title(rate_text(job.mbit))
         axes.set_xlabel("seconds a step; red: the bound")
         axes.invert_yaxis()
     figure.savefig(path, dpi=120)
@@ -167,10 +170,9 @@ def markdown(found: dict[str, Results]) -> str:
     parts = [_preamble()]
     for plot, results in found.items():
         parts += [_heading(results), f"![Step times]({plot}.png)"]
-        for mbit in sorted({s.mbit for s in results.steps}, key=lambda mbit: -mbit or -math.inf):
-            jobs = [s for s in results.steps if s.mbit == mbit]
-            parts.append(f"### At {rate_text(mbit)}\n\n{_table(results, jobs)}")
-            parts.append(_targets(results, jobs))
+        for job in results.by_rate:
+            parts.append(f"### At {rate_text(job.mbit)}\n\n{_table(results, job)}")
+            parts.append(_targets(results, job))
         parts.append(_losses(results))
         parts += _list("Skipped", results.skipped) + _list("Failed", results.failures)
     return "\n\n".join(parts) + "\n"
@@ -203,18 +205,9 @@ def _preamble() -> str:
     )
 
 
-def _rows(jobs: Sequence[Steps]) -> list[tuple[Steps, Measured]]:
-    """Each contender once, with the first job that it took part in."""
-    found: dict[str, tuple[Steps, Measured]] = {}
-    for job in jobs:
-        for measured in job.measured:
-            found.setdefault(measured.name, (job, measured))
-    return list(found.values())
-
-
-def _table(results: Results, jobs: Sequence[Steps]) -> str:
+def _table(results: Results, job: Steps) -> str:
     rows = [HEAD, "|---|---:|---:|---:|---:|---:|---:|---:|"]
-    return "\n".join([*rows, *(_row(results, job, measured) for job, measured in _rows(jobs))])
+    return "\n".join([*rows, *(_row(results, job, measured) for measured in job.measured)])
 
 
 def _row(results: Results, job: Steps, measured: Measured) -> str:
@@ -233,16 +226,13 @@ def _row(results: Results, job: Steps, measured: Measured) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _targets(results: Results, jobs: Sequence[Steps]) -> str:
+def _targets(results: Results, job: Steps) -> str:
     """What was aimed at, as sentences."""
-    lines = []
-    for ours, peers in PEERS.items():
-        lines += [line for peer in peers if (line := _time_target(jobs, ours, peer))]
-    for job in jobs:
-        lines += [_memory_target(results, "autoshard3", p) for p in ("fsdp2", "fsdp2_compiled") if job.has("autoshard3", p)]
-        lines += [_bound_target(job, ours) for ours in ("autoshard0", "autoshard3") if job.has(ours, "compute")]
-    if any(job.has("autoshard_auto") for job in jobs):
-        lines.append(_fastest(jobs))
+    lines = [_time_target(job, ours, peer) for ours, peers in PEERS.items() for peer in peers if job.has(ours, peer)]
+    lines += [_memory_target(results, "autoshard3", p) for p in ("fsdp2", "fsdp2_compiled") if job.has("autoshard3", p)]
+    lines += [_bound_target(job, ours) for ours in ("autoshard0", "autoshard3") if job.has(ours, "compute")]
+    if job.has("autoshard_auto"):
+        lines.append(_fastest(job))
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -255,36 +245,17 @@ def _bound_target(job: Steps, ours: str) -> str:
     return f"{ours} takes at most {limit:g} x its bound: {'holds' if ratio <= limit else 'does not hold'} ({ratio:.2f})."
 
 
-def _fastest(jobs: Sequence[Steps]) -> str:
-    """Of those that took turns with it, one is faster if the middle half of ratios begins above 1; of others, if it is by what
-    both are to ddp."""
-    own = next(job for job in jobs if job.has("autoshard_auto"))
-    faster = []
-    for job, measured in _rows(jobs):
-        name = measured.name
-        if name in ("autoshard_auto", "compute"):
-            continue
-        if job is own:
-            slower = statistics.quantiles(own.ratios("autoshard_auto", name), n=4)[0]
-        else:
-            slower = own.ratio("autoshard_auto", "ddp") / job.ratio(name, "ddp")
-        faster += [name] if slower > 1 else []
+def _fastest(job: Steps) -> str:
+    """One is faster if the middle half of ratios to it begins above 1."""
+    others = (m.name for m in job.measured if m.name not in ("autoshard_auto", "compute"))
+    faster = [name for name in others if statistics.quantiles(job.ratios("autoshard_auto", name), n=4)[0] > 1]
     return f"autoshard_auto is the fastest, or as fast: {'does not hold (' + ', '.join(faster) + ')' if faster else 'holds'}."
 
 
-def _time_target(jobs: Sequence[Steps], ours: str, peer: str) -> str:
-    """Of two that did not take turns with each other, by what both are to ddp."""
-    limit = TARGETS.get((jobs[0].mbit, ours, peer), 1.0)
-    together = next((job for job in jobs if job.has(ours, peer)), None)
-    if together is not None:
-        ratio, sure = together.ratio(ours, peer), together.spread(ours, peer)
-    else:
-        ratios = [job.ratio(name, "ddp") for name in (ours, peer) for job in jobs if job.has(name, "ddp")]
-        if len(ratios) != 2:
-            return ""
-        ratio, sure = ratios[0] / ratios[1], "in another job, by what both are to ddp"
+def _time_target(job: Steps, ours: str, peer: str) -> str:
+    limit, ratio = TARGETS.get((job.mbit, ours, peer), 1.0), job.ratio(ours, peer)
     verdict = "holds" if ratio <= limit else "does not hold"
-    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.2f}, {sure})."
+    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.3f}, {job.spread(ours, peer)})."
 
 
 def _memory_target(results: Results, ours: str, peer: str) -> str:
