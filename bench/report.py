@@ -197,7 +197,7 @@ def _preamble() -> str:
         f"in rounds that are timed after {WARM_UP} others; a step's time is that of the slowest rank, a ratio is the "
         "median of the rounds' own ratios (at the targets also the middle half of them). `compute` is the "
         "compiled model without any communication. torch's ways, DeepSpeed and autoshard have processes of their own, so none has "
-        "what another one sets for its process. Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
+        "what another one sets for its process (figures from before 2026-11-25 have all in one). Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
         "DDP's flat buckets included, plus the most that a step's allocations add. The first step counts "
         "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step can go "
         "below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of its blocks "
