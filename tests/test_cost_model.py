@@ -320,6 +320,13 @@ def test_a_link_at_rest_begins_later_and_a_busy_one_does_not() -> None:
         assert max(span.end for span in line.spans if span.stream == "link") == end
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_we_put_into_a_step_has_rules(zero: int) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    plan = _plan(forecaster, zero)
+    assert plan.direct == (zero > 0) and not any("a rule for" in unknown for unknown in plan.predicted.unknown)
+
+
 def test_asking_for_a_collective_takes_compute_s_time() -> None:
     """The collective may begin in it."""
     graph, c10d = Graph(), torch.ops._c10d_functional

@@ -65,7 +65,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torc
 
 
 @needs_triton
-@settings(max_examples=4, deadline=None)  # the interpreter takes seconds of each
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(st.one_of(st.just((18, 144)), st.just((2, 17, 130)), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=3),
     st.sampled_from(list(ROUNDING)),

@@ -53,6 +53,7 @@ _COPIES = _names("""
     scalar_tensor slice_scatter slice_backward select_backward stack
 """)
 _PACKS = _names("pack_shards unpack_full pack_grads")
+_POINTWISE = _names("sum_direct")  # which adds up one part after the other, and has no tag
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def kind_of(node: Node) -> Kind:
     for kind, names in (("reduction", _REDUCTIONS), ("lookup", _LOOKUPS), ("copy", _COPIES), ("random", _RANDOM)):
         if name in names:
             return kind  # type: ignore[return-value]
-    alike = Tag.pointwise in getattr(node.target, "tags", ()) or name in _HARD or name in _DRAWN
+    alike = Tag.pointwise in getattr(node.target, "tags", ()) or name in _HARD or name in _DRAWN or name in _POINTWISE
     return "pointwise" if alike else "other"
 
 
