@@ -50,7 +50,7 @@ _DRAWN = _names("inductor_random inductor_randint rand rand_like randn randn_lik
 _RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
-    scalar_tensor slice_scatter slice_backward select_backward stack
+    iota scalar_tensor slice_scatter slice_backward select_backward stack
 """)
 _PACKS = _names("pack_shards unpack_full pack_grads")
 _POINTWISE = _names("sum_direct")  # which adds up one part after the other, and has no tag
