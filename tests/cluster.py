@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT = 240.0  # seconds that one task may take
+IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "autoshard", "tests.parity"]  # once, for all that are started
 
 
 def free_port() -> int:
@@ -64,7 +65,8 @@ class Cluster:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
