@@ -21,6 +21,7 @@ from autoshard.ops import block, direct, packing
 from autoshard.ops.block import Block
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
+from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import POLICY
 from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
@@ -124,7 +125,7 @@ class Compilation:
         """The halves of one block, whose views are not saved beside what they are views of."""
         graphs.recompute_views(joint.graph)
         if policy != "none":
-            recompute.tag(joint.graph, lambda _: policy)
+            recompute.tag(joint.graph, lambda block: policy if block else "none")
         return joint.halves(self._cut)
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
@@ -144,6 +145,7 @@ class Compilation:
         return self.manager.run(("joint",), gm, context)
 
     def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        keep_overwritten(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)

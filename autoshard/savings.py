@@ -60,7 +60,7 @@ class Savings:
         """The model's blocks in the order of forward, each with all that it could save."""
         plan = replace(plan, recompute=())
         graph, kept = self.prepared.joint.graph, _kept(self.prepared.cut(plan))
-        joint = {name: found for name, found in self.candidates(graph, kept).items() if name}
+        joint = self.candidates(graph, kept)
         apart = [kind for kind in self.prepared.kinds if kind.names]
         usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)})
         options = {name: [option] for name, option in usual.items()}
@@ -76,11 +76,11 @@ class Savings:
                 options[name] = [_shifted(options[name][0], found, alone[0]) for found in alone]
         return [Block(name, tuple(found)) for name, found in options.items()]
 
-    def candidates(self, joint: GraphModule, kept: Set[str]) -> dict[str | None, list[str]]:
-        """Policies for each block. kept: the names of what is saved where nothing is chosen. See [Note: Candidates]."""
+    def candidates(self, joint: GraphModule, kept: Set[str]) -> dict[str, list[str]]:
+        """Policies for each block; for what belongs to none (the seeds that Inductor draws) there is none. kept: the names of what is saved where nothing is chosen. See [Note: Candidates]."""
         backward = backward_of(joint)
         wanted = needed(backward)
-        return {name: self._candidates(nodes, wanted, kept) for name, nodes in values_of_blocks(joint, backward).items()}
+        return {name: self._candidates(nodes, wanted, kept) for name, nodes in values_of_blocks(joint, backward).items() if name}
 
     def _candidates(self, nodes: Sequence[Node], wanted: set[Node], kept: Set[str]) -> list[str]:
         usual = {_made_by(n) for n in nodes if n.name in kept}

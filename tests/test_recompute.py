@@ -136,6 +136,41 @@ class Deep(Stack):
         self.layers = nn.ModuleList(Plain() for _ in range(9))
 
 
+class Moving(nn.Linear):
+    """Reads a buffer that it then overwrites, and what it has become."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("mean", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).sin() * (self.mean * 2) + (self.mean.view(4, 8).flatten() + 1).cos() * x.exp()
+        self.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
+        return x + y.tanh() * (self.mean * 3)
+
+
+class Average(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Moving() for _ in range(2))
+
+
+class Either(nn.Linear):
+    """Draws numbers in one of two graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return x.sin() * torch.cond(x.sum() > -1e9, lambda v: nn.functional.dropout(v.sin(), 0.5), torch.cos, (y,))
+
+
+class Choice(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Either(32, 32) for _ in range(2))
+
+
 @torch.library.custom_op("autoshard_tests::noise", mutates_args=())
 def noise(x: Tensor) -> Tensor:
     """Draws numbers, and does not say so."""
@@ -296,6 +331,37 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
         assert sum("rng_state" in t for t in targets) == 6  # of three attentions and three dropouts
 
 
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+@pytest.mark.parametrize("policy", ["none", "full", "save addmm#0"])
+def test_backward_has_what_a_buffer_was(policy: str, codegen: Codegen) -> None:
+    """As the model alone has it; torch.compile by itself, whose backward reads what it has become, does not."""
+    found, _ = _trained(Average, _x(), _again(_plan(_forecaster(Average(), _x(), codegen)), Average, [policy]), codegen)
+    torch.manual_seed(0)
+    alone = Average()
+    losses = []
+    for _ in range(2):
+        losses.append(alone(_x()))
+        losses[-1].backward()
+    for one, expected in zip(found, [*losses, *(p.grad for p in alone.parameters()), *alone.buffers()]):
+        torch.testing.assert_close(one, expected)
+
+
+def test_what_takes_graphs_is_saved() -> None:
+    plan = _plan(_forecaster(Choice(), _x()))
+    usual, again = (_trained(Choice, _x(), p, "eager")[0] for p in (plan, _again(plan, Choice, ["full"])))
+    assert all(map(torch.equal, usual, again))
+    backward = rehearse(capture(Choice(), _x()), _again(plan, Choice, ["full"]), inductor=False).backward
+    assert backward is not None and sum("cond" in str(node.target) for node in backward.graph.nodes) == 2  # those of backward alone
+
+
+def test_dropout_of_generated_code_in_blocks_that_are_graphs_of_their_own() -> None:
+    """The seeds that Inductor draws belong to no block."""
+    forecaster = _forecaster(Deep(), _x(64), "inductor")
+    plan = _plan(forecaster)
+    fitted = forecaster.fit(plan, int(0.8 * plan.predicted.peak_bytes))
+    assert fitted.recompute and fitted.predicted.peak_bytes <= 0.8 * plan.predicted.peak_bytes
+
+
 def test_a_policy_that_finds_nothing_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = capture(models.llama(2).train(), TEXT(torch.Generator()))
     plan = make_plan(captured.inventory, Config(zero=0, recompute="full"), Circumstances(HERE, None))
@@ -305,6 +371,18 @@ def test_a_policy_that_finds_nothing_is_warned_of(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("autoshard.torch_internals.module_path", lambda node: "elsewhere.0")
     with pytest.warns(UserWarning, match="no operation of this graph is known to belong to 'model.layers.0'"):
         rehearse(captured, plan, inductor=False)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("save addmm#0 addmm#99", "'addmm#99' is no operation of layers.0, so it is not saved; it has .*addmm#0"), ("full", "no block 'layers.7'; it has layers.0")],
+)
+def test_what_a_plan_s_file_names_and_is_not_there_is_warned_of(policy: str, said: str) -> None:
+    captured = capture(Stack(), _x())
+    plan = make_plan(captured.inventory, Config(zero=0), Circumstances(HERE, None))
+    named = (("layers.0", policy), *((("layers.7", policy),) if policy == "full" else ()))
+    with pytest.warns(UserWarning, match=said):
+        rehearse(captured, replace(plan, recompute=named), inductor=False)
 
 
 @pytest.mark.parametrize(

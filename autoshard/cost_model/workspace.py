@@ -31,7 +31,7 @@ def add_workspaces(program: Program, channels_last: bool) -> None:
 
 def workspace_of(node: Node, channels_last: bool) -> Size:
     """Bytes that a call takes above what it gives, at its highest moment. channels_last: of a convolution's tensors."""
-    given: list[Any] = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
+    given: list[Any] = [a.meta.get("val") if isinstance(a, Node) else a for a in node.args]
     repeated = [i for i, a in enumerate(given) if hasattr(a, "overloadpacket")]
     if not repeated:
         return _of_call(op_name(node), given, node, channels_last)

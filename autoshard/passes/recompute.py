@@ -4,8 +4,9 @@
 what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
 of it, and nothing else. What leaves a block is an input of another, and saved; views are made again in any case. What an
-operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat, and what a
-collective of the user's own gives, since all processes would have to agree to repeat it.
+operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat, what one gives that
+takes graphs (`torch.cond`), whose random ops would draw anew, and what a collective of the user's own gives, since all processes would
+have to agree to repeat it.
 
 The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
 in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
@@ -30,6 +31,7 @@ from autoshard import torch_internals
 from autoshard.cost_model.work import kind_of, op_name
 from autoshard.passes import graphs, group_parameters
 from autoshard.passes.base import Context, Stage
+from autoshard.plan import Plan
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -46,9 +48,18 @@ class Recompute:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         if context.plan.recompute:
             found = tag(gm, context.plan.policy_of)
+            if found:
+                _say_what_is_unknown(found, context.plan)
             if found and not graphs.calls(gm, graphs.BLOCK):
                 _say_what_was_not_found(found, context)
         return gm
+
+
+def _say_what_is_unknown(found: Collection[str | None], plan: Plan) -> None:
+    known = group_parameters.blocks_of(plan.group_of)
+    for block, _ in plan.recompute:
+        if block not in found and block not in known:
+            warnings.warn(f"recompute: the model has no block {block!r}; it has {', '.join(known)}", stacklevel=2)
 
 
 def _say_what_was_not_found(found: Collection[str | None], context: Context) -> None:
@@ -122,6 +133,8 @@ def _is_value(node: Node) -> bool:
 def _repeatable(node: Node) -> bool:
     """Whether calling this again is known to give the same. See [Note: Policies]."""
     called = (node.target, *node.args)  # operators of higher order take the one that they call
+    if any(isinstance(a, Node) and a.op == "get_attr" for a in node.args) and getattr(node.target, "namespace", "") == "higher_order":
+        return False
     return all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
 
 
@@ -134,7 +147,11 @@ def chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
         kinds = {n: kind_of(n) for n in named.values()}
         products = [n for n, kind in kinds.items() if kind in ("matmul", "convolution")]
         return {n for n, kind in kinds.items() if kind == "attention"} | set(products[::2])
-    return {named[key] for key in policy.split()[1:] if key in named}
+    saved = policy.split()[1:]
+    if unknown := [key for key in saved if key not in named]:
+        block = graphs.block_of(next(iter(named.values())))
+        warnings.warn(f"recompute: {unknown[0]!r} is no operation of {block}, so it is not saved; it has {', '.join(named)}", stacklevel=2)
+    return {named[key] for key in saved if key in named}
 
 
 def operations(nodes: Iterable[Node]) -> dict[str, Node]:
