@@ -110,8 +110,8 @@ class Forecaster:
                 break
             found = self._with(plan, blocks, taken)
             best = found if _better(found, best, budget) else best
-            aim = aim.after(found.predicted.peak_bytes - budget)
-        if best.predicted.peak_bytes <= budget:
+            aim = aim.after(found.predicted.footprint - budget)
+        if best.predicted.footprint <= budget:
             return best
         lowest = self._with(plan, blocks, least(blocks))
         return lowest if _better(lowest, best, budget) else best
@@ -213,10 +213,10 @@ def _regathered(plan: Plan) -> Key:
 
 def _better(plan: Plan, than: Plan, budget: int) -> bool:
     """Whether it fits, and is faster than what fits; or else has the lower peak."""
-    fits, fitted = (p.predicted.peak_bytes <= budget for p in (plan, than))
+    fits, fitted = (p.predicted.footprint <= budget for p in (plan, than))
     if fits and fitted:
         return (plan.predicted.step_seconds or 0.0) < (than.predicted.step_seconds or 0.0)
-    return fits or (not fitted and plan.predicted.peak_bytes < than.predicted.peak_bytes)
+    return fits or (not fitted and plan.predicted.footprint < than.predicted.footprint)
 
 
 def _strange(cluster: Cluster) -> tuple[str, ...]:

@@ -130,6 +130,11 @@ class Prediction:
         return sum(self.memory.values())
 
     @property
+    def footprint(self) -> int:
+        """Bytes that the device has to have for that: what its allocator holds, fragments in it, where that is known."""
+        return max(self.peak_bytes, self.reserved or 0)
+
+    @property
     def step_seconds(self) -> float | None:
         """A whole step; None if it was not simulated."""
         return sum(self.seconds.values()) if self.seconds else None

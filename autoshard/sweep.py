@@ -160,7 +160,7 @@ def _plans(inventory: Inventory, config: Config, where: Circumstances) -> list[P
 
 def _possible(plans: list[Plan], budget: int | None) -> list[Plan]:
     """Those whose parameters, gradients and optimizer alone fit; if none do, the last, which takes the least."""
-    return [p for p in plans if budget is None or p.predicted.peak_bytes <= budget] or plans[-1:]
+    return [p for p in plans if budget is None or p.predicted.footprint <= budget] or plans[-1:]
 
 
 def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.fx import Graph
 
+from autoshard import Config
 from autoshard.cost_model.allocator import MIB, Block, CachingAllocator, reserved
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.program import Operation, Program
+from autoshard.errors import BudgetError
+from autoshard.inventory import take_inventory
+from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.plan import Plan
 
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(1, 64 * MIB))
 
@@ -64,6 +73,21 @@ def test_a_step_that_repeats_reserves_at_least_its_peak() -> None:
     program.add(14 * MIB, "temporaries", 1, 1)
     program.add(15 * MIB, "temporaries", 2, 2)  # does not fit where the one before lay
     assert reserved(program) == (30 + 12 + 14 + 16) * MIB
+
+
+def test_a_budget_is_for_what_is_reserved() -> None:
+    """A step of fewer bytes, which lie so that the allocator has to hold more, does not fit."""
+    cluster, model = Cluster(1, 1, DEVICES["h100"]), nn.Linear(8, 8)
+
+    def planned(budget: int) -> Plan:
+        def forecast(plan: Plan) -> Plan:
+            return replace(plan, predicted=replace(plan.predicted, memory={"parameters": 10 * MIB}, reserved=14 * MIB))
+
+        return make_plan(take_inventory(model, model.parameters()), Config(zero=0, memory_budget=budget), Circumstances(cluster, budget), forecast)
+
+    assert planned(14 * MIB).predicted.footprint == 14 * MIB
+    with pytest.raises(BudgetError, match="a step takes 14.00 MiB"):
+        planned(12 * MIB)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -38,9 +38,9 @@ def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pl
     found = forecast(plan)
     if budget is None or not dropped(plan):
         return found
-    if found.predicted.peak_bytes > budget:
+    if found.predicted.footprint > budget:
         none = forecast(keeping_none(plan)).because("no whole copy kept for backward: the budget has no room")
-        return none if none.predicted.peak_bytes < found.predicted.peak_bytes else found
+        return none if none.predicted.footprint < found.predicted.footprint else found
     if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
         return found
     count = _most(len(dropped(plan)), lambda more: at_most(forecast(keeping(plan, more)).predicted) <= budget)
@@ -59,4 +59,4 @@ def _most(of: int, fits: Callable[[int], bool]) -> int:
 
 def at_most(predicted: Prediction) -> float:
     """Bytes that a step may take, fragments and what predictions have been off by in them."""
-    return max(predicted.peak_bytes, predicted.reserved or 0) * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))
+    return predicted.footprint * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))

@@ -104,14 +104,14 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
 def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
     """Asks for forecasts in the order of preference, until one fits as it is."""
     fitting: list[int] = []
-    order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.peak_bytes))
+    order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.footprint))
     for stage in order:
         plans[stage] = look(plans[stage], where.budget)
-        if where.budget is None or plans[stage].predicted.peak_bytes <= where.budget:
+        if where.budget is None or plans[stage].predicted.footprint <= where.budget:
             fitting.append(stage)
             break
         plans[stage] = _fitted(plans[stage], where.budget, fit)
-        if plans[stage].predicted.peak_bytes <= where.budget:
+        if plans[stage].predicted.footprint <= where.budget:
             fitting.append(stage)
     if not fitting:
         _check_budget(plans, config, where)
@@ -121,7 +121,7 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
     """The plan, or with what it has to compute again."""
-    if fit is None or plan.predicted.peak_bytes <= budget:
+    if fit is None or plan.predicted.footprint <= budget:
         return plan
     found, before = fit(plan, budget), plan.predicted.step_seconds
     if not found.recompute or before is None:
@@ -129,20 +129,20 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
     more = (found.predicted.step_seconds or 0.0) / before - 1
     return found.because(
         f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward, to go from "
-        f"{bytes_text(plan.predicted.peak_bytes)} to {bytes_text(found.predicted.peak_bytes)}; {more:+.1%} of a step's time",
+        f"{bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}; {more:+.1%} of a step's time",
     )
 
 
 def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
     predicted = plan.predicted
-    memory = bytes_text(predicted.peak_bytes) + (" at most" if predicted.place else " and activations")
+    memory = bytes_text(predicted.footprint) + (" at most" if predicted.place else " and activations")
     memory += " with recomputation" if plan.recompute else ""
     text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""
     if stage == chosen:
         return text + " (chosen: the least time among those that fit)"
-    if budget is not None and predicted.peak_bytes > budget:
-        return text + f" ({bytes_text(predicted.peak_bytes - budget)} over the budget)"
+    if budget is not None and predicted.footprint > budget:
+        return text + f" ({bytes_text(predicted.footprint - budget)} over the budget)"
     return text
 
 
@@ -150,15 +150,15 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
     """Fails if no plan fits; a stage that the user pinned is held to a budget only if one was said."""
     if where.budget is None or (config.zero != "auto" and config.memory_budget is None):
         return
-    least = min(reversed(plans), key=lambda p: p.predicted.peak_bytes)
-    short = least.predicted.peak_bytes - where.budget
+    least = min(reversed(plans), key=lambda p: p.predicted.footprint)
+    short = least.predicted.footprint - where.budget
     if short <= 0:
         return
     place = f" (at {least.predicted.place})" if least.predicted.place else ""
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
         f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}"
-        f"{' with recomputation' if least.recompute else ''}, a step takes {bytes_text(least.predicted.peak_bytes)}{place}. "
+        f"{' with recomputation' if least.recompute else ''}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
         f"Cheapest fix: {_fix(least, config, where)}"
     )
 
@@ -167,12 +167,12 @@ def _fix(least: Plan, config: Config, where: Circumstances) -> str:
     assert where.budget is not None
     memory = least.predicted.memory
     if least.low_rank:
-        return f"another compression, with which rows can be sharded, or a budget of {bytes_text(least.predicted.peak_bytes)}"
+        return f"another compression, with which rows can be sharded, or a budget of {bytes_text(least.predicted.footprint)}"
     if config.zero not in ("auto", 3):
         return 'zero="auto" or zero=3'
     divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))
-    constant = least.predicted.peak_bytes - divided
-    enough = f"a budget of {bytes_text(least.predicted.peak_bytes)}"
+    constant = least.predicted.footprint - divided
+    enough = f"a budget of {bytes_text(least.predicted.footprint)}"
     if least.world == 1:
         return f"more than one process, or {enough}"
     if constant < where.budget:

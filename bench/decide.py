@@ -1,0 +1,103 @@
+"""How long it takes to decide what a deep model computes again in backward, on one thread.
+
+    python bench/decide.py [--layers 48]
+
+A Llama of so many blocks, planned for one process on the meta device as `autoshard plan` does: the model captured, its step
+simulated as it is, then with a budget of 0.8 of that peak, which is where blocks are cut at each of their candidates, and with one of 0.6,
+for which they are known. The choice alone is for as many blocks of candidates that all differ. Writes bench/results/decide.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import run as side_by_side  # noqa: E402
+
+from autoshard import Config  # noqa: E402
+from autoshard.capture import capture  # noqa: E402
+from autoshard.cost_model.cluster import Cluster  # noqa: E402
+from autoshard.cost_model.hardware import DEVICES  # noqa: E402
+from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.forecast import Forecaster  # noqa: E402
+from autoshard.passes.choose_recompute import Block, Option, choose  # noqa: E402
+from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
+from autoshard.savings import LEVELS  # noqa: E402
+
+BATCH, LENGTH = 4, 128
+BUDGETS = (0.8, 0.6)
+CANDIDATES = LEVELS + 2
+
+
+def taken(what: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    """Seconds, and what it gave."""
+    start = time.perf_counter()
+    found = what(*args)
+    return time.perf_counter() - start, found
+
+
+def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
+    """(what, seconds) of each step of a decision."""
+    options: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048, "use_cache": False}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=688, num_hidden_layers=layers, **options)).train()
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    seconds, captured = taken(capture, model, {"input_ids": tokens, "labels": tokens})
+    yield "the model is captured", seconds
+    forecaster = Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES["cpu"]), codegen)
+    where = Circumstances(forecaster.cluster, None)
+    seconds, plan = taken(make_plan, captured.inventory, Config(zero=0, codegen=codegen), where, forecaster)
+    yield "its step is simulated", seconds
+    for share in BUDGETS:
+        seconds, _ = taken(forecaster.fit, plan, int(share * plan.predicted.peak_bytes))
+        yield f"a budget of {share} of that peak", seconds
+
+
+def chosen(layers: int) -> float:
+    """Seconds of the choice alone."""
+    draw = random.Random(0)
+
+    def option(i: int) -> Option:
+        saved = draw.randrange(1 << 24, 1 << 28)
+        return Option(f"save {i}", saved, saved + draw.randrange(1 << 26), draw.random() / saved)
+
+    blocks = [Block(f"layers.{i}", tuple(map(option, range(CANDIDATES)))) for i in range(layers)]
+    least, most = (sum(f(o.saved for o in b.options) for b in blocks) for f in (min, max))
+    return taken(choose, blocks, (least + most) // 2)[0]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    layers = parser.parse_args().layers
+    torch.set_num_threads(1)
+    machine = side_by_side.machine("this machine")
+    columns = [dict(decided(layers, codegen)) for codegen in ("eager", "inductor")]
+    lines = [
+        f"How long it takes to decide for a Llama of {layers} blocks, in seconds of one thread: {machine.cpu}, torch {machine.torch},",
+        f"{machine.date}. Written by `python bench/decide.py`.\n",
+        "| | eager | inductor |",
+        "|---|---:|---:|",
+        *(f"| {what} | {eager:.1f} | {columns[1][what]:.1f} |" for what, eager in columns[0].items()),
+        "",
+        f"The choice alone, among {CANDIDATES} candidates of each block whose bytes all differ: {chosen(layers):.2f} s.\n",
+    ]
+    text = "\n".join(lines)
+    (HERE / "results" / "decide.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
