@@ -26,9 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("alone")
     if config.getoption("--full"):
         return
-    kept = [i for i in items if "full" not in i.keywords]
-    config.hook.pytest_deselected(items=[i for i in items if "full" in i.keywords])
-    items[:] = kept
+    left = [i for i in items if i.get_closest_marker("full")]  # not by keyword: that is the name of a policy too
+    config.hook.pytest_deselected(items=left)
+    items[:] = [i for i in items if i not in left]
 
 
 def _cluster(world: int) -> Iterator[Cluster]:

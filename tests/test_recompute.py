@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import Config
@@ -329,6 +331,29 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
         assert not any("rng_state" in t for t in targets)
     for targets in _targets(Stack(), _x()):
         assert sum("rng_state" in t for t in targets) == 6  # of three attentions and three dropouts
+
+
+class Checkpointed(Stack):
+    """Whose user repeats its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).log_softmax(-1).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "save addmm#0 native_dropout#0"])
+def test_a_policy_takes_the_place_of_the_user_s_checkpoints(policy: str) -> None:
+    """As many values are saved and repeated as without them; what is repeated is named after its block."""
+    found = []
+    for make in (Stack, Checkpointed):
+        captured = capture(make(), _x())
+        plan = make_plan(captured.inventory, Config(zero=0), Circumstances(HERE, None))
+        graphs = rehearse(captured, _again(plan, make, [policy]), inductor=False)
+        assert graphs.backward is not None
+        saved = graphs.forward.graph.output_node().all_input_nodes
+        found.append((len(saved), Counter(n.name.partition("_again_")[0] for n in graphs.backward.graph.nodes if "_again_" in n.name)))
+    assert found[0] == found[1] and found[0][1].keys() == {f"layers_{i}" for i in range(3)}
 
 
 @pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
