@@ -210,6 +210,7 @@ class Plan:
         self._check_node()
         self._check_sparse()
         self._check_low_rank()
+        self._check_recompute()
         for group in self.groups:
             if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
                 raise PlanError(
@@ -253,6 +254,15 @@ class Plan:
             raise PlanError(f"plan: low_rank: {self.low_rank} beside compression {self.compression!r} is not legal; legal: one of them")
         if self.sharded:
             raise PlanError(f"plan: low_rank: {self.low_rank} is not legal where rows are sharded; legal: 0, or degrees of 1")
+
+    def _check_recompute(self) -> None:
+        seen = set[str]()
+        for block, policy in self.recompute:
+            if policy not in POLICIES and not (isinstance(policy, str) and policy.startswith("save ")):
+                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {', '.join(POLICIES)}, or 'save' and operations")
+            if block in seen:
+                raise PlanError(f"plan: recompute: {block!r} has two policies; legal: one a block")
+            seen.add(block)
 
     @property
     def shard_size(self) -> int:
@@ -338,12 +348,6 @@ def _interval(value: Any) -> tuple[float, float] | None:
     return None if value is None else (value[0], value[1])
 
 
-def _legal_policy(policy: str) -> str:
-    if policy not in POLICIES and not policy.startswith("save "):
-        raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {', '.join(POLICIES)}, or 'save' and operations")
-    return policy
-
-
 def _from_dict(data: dict[str, Any]) -> Plan:
     predicted = data.get("predicted", {})
     return Plan(
@@ -373,7 +377,7 @@ def _from_dict(data: dict[str, Any]) -> Plan:
         early=data.get("early", False),
         node=data.get("node", 0),
         buffers=data.get("buffers", "broadcast"),
-        recompute=tuple((block, _legal_policy(policy)) for block, policy in data.get("recompute", ())),
+        recompute=tuple((block, policy) for block, policy in data.get("recompute", ())),
         regions=data.get("regions", False),
         covered=data.get("covered", 1.0),
         predicted=Prediction(

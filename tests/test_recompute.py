@@ -485,3 +485,7 @@ def test_bad_policies_are_refused() -> None:
     text = autoshard.plan(Stack(), _x(), Config(recompute="full")).to_json()
     with pytest.raises(PlanError, match="recompute: 'most' is not legal"):
         Plan.from_json(text.replace('"full"', '"most"'))
+    with pytest.raises(PlanError, match="recompute: 7 is not legal; legal: none, selective, full, or 'save' and operations"):
+        Plan.from_json(text.replace('"full"', "7"))
+    with pytest.raises(PlanError, match="recompute: 'layers.0' has two policies; legal: one a block"):
+        Plan.from_json(text.replace('"layers.1"', '"layers.0"'))
