@@ -292,6 +292,28 @@ def test_changed_buffers_take_one_message_a_dtype() -> None:
     ]
 
 
+class Between(nn.Module):
+    """Uses its weight before and after something that needs no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        with torch.no_grad():
+            scale = x.abs().mean() + self.body.weight.mean()
+        return self.body(x / scale).sum()
+
+
+def test_what_is_used_on_both_sides_of_no_grad_has_one_gradient() -> None:
+    """Or what is held of it would be added twice."""
+    model = Between()
+    graphs = rewritten(model, torch.randn(4, 512), plan_for(model, 3), LOGICAL)
+    (reduced,) = passgraphs.calls(graphs["backward"], passgraphs.REDUCE_BUCKET, passgraphs.REDUCE_GRAD)
+    assert reduced.target is passgraphs.REDUCE_GRAD or len(reduced.args[0]) == 1  # type: ignore[arg-type]
+
+
 def test_gathers_start_one_bucket_ahead_and_two_reductions_are_on_their_way() -> None:
     model = Blocks()
     graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))

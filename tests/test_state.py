@@ -144,6 +144,34 @@ def test_a_deep_copy_is_sharded_and_apart(two: Cluster) -> None:
         assert distance.worst == 0 and sharded
 
 
+class Strided(nn.Module):
+    """What does not lie as it is counted: a part of every other row, a transposed one, one value for all, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16)[::2])
+        for name, buffer in (("gaps", torch.randn(16)[::2]), ("turned", torch.randn(3, 8).t()), ("one", torch.randn(1, 8).expand(3, 8))):
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.turned * self.weight.sum() + (self.one * self.gaps).sum() * self.weight.mean()).square().mean()  # type: ignore[operator]
+
+
+def all_as_on_rank_0(zero: int) -> list[bool]:
+    torch.manual_seed(dist.get_rank())
+    model = Strided()
+    expected = [tensor.detach().clone() for tensor in (model.weight, *model.buffers())]
+    for tensor in expected:
+        dist.broadcast(tensor, 0)
+    torch.compile(model, backend=autoshard.backend(config(zero)))(torch.randn(4, 8)).backward()
+    return [torch.equal(whole(tensor), value) for tensor, value in zip((model.weight, *model.buffers()), expected)]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_strided_values_are_rank_0_s(two: Cluster, zero: int) -> None:
+    assert all(map(all, two.run(all_as_on_rank_0, zero)))
+
+
 def load_rows_of_rank_0(folder: str, what: str) -> str:
     """What loops do that were written for DDP: rank 0 saves its state dicts, everyone loads them."""
     _, _, compiled = compiled_pair(config(3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
@@ -25,7 +26,7 @@ class MergeUnshards:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         first: dict[tuple[object, ...], Node] = {}
-        grad_enabled: object = None
+        grad_enabled: object = torch.is_grad_enabled()  # as it is where the graph begins
         for node in list(gm.graph.nodes):
             if node.target is torch_internals.SET_GRAD_ENABLED:
                 grad_enabled = node.args[0]

@@ -96,7 +96,7 @@ class Sharder:
 
     def _place(self, parameter: nn.Parameter, group: ParameterGroup) -> nn.Parameter:
         if not self.plan.sharded:
-            dist.broadcast(parameter.data, 0)
+            _take_rank_0_s(parameter)
             return parameter
         if group.ranks and group.degrees.optimizer > 1:
             local = self._on_submesh(parameter, group.ranks)
@@ -117,7 +117,7 @@ class Sharder:
         if ranks not in self._submeshes:
             self._submeshes[ranks] = DeviceMesh(self.mesh.device_type, list(ranks))
         mesh = self._submeshes[ranks]
-        dist.broadcast(parameter.data, 0)
+        _take_rank_0_s(parameter)
         rows = parameter.data.chunk(len(ranks))
         at = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
         mine = rows[at] if at is not None and at < len(rows) else parameter.data[:0]
@@ -162,12 +162,22 @@ class Sharder:
     def _replicate_buffers(self) -> None:
         if self.plan.buffers == "broadcast":
             for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)
+                _take_rank_0_s(buffer)
 
     def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
         compute = dtype_or_own(self.plan.compute)
         for module, layouts in shown.items():
             _show_sharded(module, layouts, compute, self.accumulation)
+
+
+def _take_rank_0_s(tensor: torch.Tensor) -> None:
+    """Puts rank 0's values into it. A transport sends what lies from the first element on, whatever lies between; so what has gaps or
+    another order goes as a copy, and of what lies in one place under several indices that goes once."""
+    once = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    sent = once.contiguous()
+    dist.broadcast(sent, 0)
+    if sent is not once:
+        once.copy_(sent)
 
 
 def _remember(layout: Layout, name: str, new: nn.Parameter, where: list[Place]) -> None:
