@@ -96,6 +96,36 @@ def test_held_gradients_count_once(two: Cluster, order: str) -> None:
         assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
 
 
+class Scaled(nn.Linear):
+    """Uses its weight on both sides of something without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return super().forward(x / scale).square().sum()
+
+
+def held_around_no_grad(zero: int) -> tuple[Tensor, Tensor]:
+    """The gradient of two backwards, the first of them inside no_sync, and that of the model alone."""
+    torch.manual_seed(0)
+    model = Scaled(4, 4, bias=False)
+    alone = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    for inside in (False, True, False):
+        with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
+            compiled(torch.ones(2, 4)).backward()
+        alone(torch.ones(2, 4)).backward()
+    assert model.weight.grad is not None
+    return whole(model.weight.grad), alone.weight.grad
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_is_held_counts_once_around_no_grad(two: Cluster, zero: int) -> None:
+    for found, expected in two.run(held_around_no_grad, zero):
+        torch.testing.assert_close(found, expected)
+
+
 def step_while_held() -> str:
     model, _, compiled = compiled_pair(config(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
