@@ -173,8 +173,9 @@ def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> list[Tenso
             continue
         name = captured.parameters[inputs[node.args[0]]]  # type: ignore[index]
         whole = node.meta["example_value"]
-        shape = low_rank_shape(whole.shape, getattr(torch, infos[name].dtype), infos[name].trained)
-        layout = layout_in_rehearsal(plan.group_of[name], plan, shape)
+        dtype = getattr(torch, infos[name].dtype)
+        shape = low_rank_shape(whole.shape, dtype, infos[name].trained)
+        layout = layout_in_rehearsal(plan.group_of[name], plan, shape).of(dtype)
         node.args = (node.args[0], node.args[1], str(layout), node.args[3])
         if layout.low_rank:
             residues[name] = residues.get(name) or _residue_inputs(node, layout.low_rank)

@@ -99,6 +99,10 @@ class Layout:
         """The shape of a padded shard of a parameter of this full shape."""
         return (self.chunk_rows(shape[0]), *shape[1:])
 
+    def of(self, dtype: torch.dtype) -> Layout:
+        """That of a parameter of this dtype: what is complex or whole numbers is gathered and reduced as it is."""
+        return self if dtype.is_floating_point else replace(self, compute=None, reduce=None)
+
     def levels(self) -> tuple[Layout, Layout]:
         """The same in two steps: between nodes, where each process comes to what all of its place have, padded; and inside of
         a node, where that makes the whole. Gradients go the other way, and are divided once."""

@@ -81,7 +81,7 @@ class Sharder:
     def layout(self, group: ParameterGroup, parameter: nn.Parameter) -> Layout:
         """How a parameter of a group travels, and its gradient."""
         shape = low_rank_shape(parameter.shape, parameter.dtype, parameter.requires_grad)
-        return layout_of(group, self.plan, self._group_name, shape)
+        return layout_of(group, self.plan, self._group_name, shape).of(parameter.dtype)
 
     def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
@@ -202,7 +202,9 @@ def show_as_sharded(model: nn.Module, layout: Layout, accumulation: Accumulation
     shown: dict[nn.Module, dict[str, str]] = defaultdict(dict)
     for places in places_of(model).values():
         for place in places:
-            shown[place.module][place.attribute] = str(layout)
+            parameter = place.module._parameters[place.attribute]
+            assert parameter is not None  # or it had no place
+            shown[place.module][place.attribute] = str(layout.of(parameter.dtype))
     for module, layouts in shown.items():
         _show_sharded(module, layouts, layout.compute, accumulation)
 
