@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -301,12 +301,14 @@ def test_buckets_predicted_are_those_made(name: str, zero: int, options: dict[st
 
 
 @given(st.lists(st.integers(1, 100), max_size=12), st.integers(1, 200))
+@example([1, 2, 12, 1], 15)
 def test_runs_hold_all_in_order_and_are_worth_it(sizes: list[int], most: int) -> None:
+    """What has next to nothing, an eighth, joins a run that is full, or one that is too large by itself, on either side."""
     runs = wire.runs(sizes, most)
     assert [i for run in runs for i in run] == list(range(len(sizes)))
     totals = [sum(sizes[i] for i in run) for run in runs]
     for run, total in zip(runs, totals):
-        assert total <= most or total - max(sizes[i] for i in run) <= most / 4, (run, total)
+        assert total <= most * 9 / 8 or total - max(sizes[i] for i in run) <= most / 4, (run, total)
         assert total > most / 8 or len(runs) == 1
 
 
