@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -93,7 +92,7 @@ def _compiled(body: GraphModule, differentiate: Differentiate, generate: Generat
 
 
 def _changes_inputs(forward: GraphModule) -> bool:
-    return bool(forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
+    return bool(graphs.calls(forward, graphs.WRITE))
 
 
 def _inputs(given: Sequence[Any]) -> tuple[Value, ...]:

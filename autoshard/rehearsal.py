@@ -21,7 +21,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
 from autoshard.ops.block import Block, block_named
-from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of, low_rank_shape
+from autoshard.ops.layout import ACROSS, INSIDE, layout_of, layout_of_parameter
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Phase
@@ -32,6 +32,7 @@ from autoshard.passes.outline_blocks import BLOCKS, POLICY
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
+NAME_OF_AXES = "+".join  # a rehearsal's process groups have the names of their axes: see `groups_of`
 _BLOCK_BACKWARD = torch.ops.autoshard.block_backward.default
 
 
@@ -173,9 +174,8 @@ def _write_layouts(gm: GraphModule, captured: Capture, plan: Plan) -> list[Tenso
             continue
         name = captured.parameters[inputs[node.args[0]]]  # type: ignore[index]
         whole = node.meta["example_value"]
-        dtype = getattr(torch, infos[name].dtype)
-        shape = low_rank_shape(whole.shape, dtype, infos[name].trained)
-        layout = layout_in_rehearsal(plan.group_of[name], plan, shape).of(dtype)
+        info = infos[name]
+        layout = layout_of_parameter(plan.group_of[name], plan, NAME_OF_AXES, whole.shape, getattr(torch, info.dtype), info.trained)
         node.args = (node.args[0], node.args[1], str(layout), node.args[3])
         if layout.low_rank:
             residues[name] = residues.get(name) or _residue_inputs(node, layout.low_rank)
@@ -200,11 +200,6 @@ def _put_low_rank(unshard: Node, residue: tuple[Node, Node], layout: str) -> Non
     unshard.replace_all_uses_with(low_rank, delete_user_cb=lambda user: user is not low_rank)
 
 
-def layout_in_rehearsal(group: ParameterGroup, plan: Plan, shape: Sequence[int] = ()) -> Layout:
-    """Its process groups have the names of their axes: see `groups_of`."""
-    return layout_of(group, plan, "+".join, shape)
-
-
 def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:
     """The process groups that a rehearsal's graphs name."""
     found, stride = {}, 1
@@ -219,7 +214,7 @@ def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:
 
 def rows_of(shape: Sequence[int], group: ParameterGroup, plan: Plan) -> tuple[int, ...]:
     """What rank 0, which has the most, holds of a parameter of this shape."""
-    return layout_in_rehearsal(group, plan).with_chunk(tuple(shape)) if shape else ()
+    return layout_of(group, plan, NAME_OF_AXES).with_chunk(tuple(shape)) if shape else ()
 
 
 def _input(captured: Capture, position: int, plan: Plan) -> Any:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import run as side_by_side  # noqa: E402
+import zoo  # noqa: E402
 
 from autoshard import Config  # noqa: E402
 from autoshard.capture import capture  # noqa: E402
@@ -35,7 +35,7 @@ from autoshard.passes.choose_recompute import Block, Option, choose  # noqa: E40
 from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 from autoshard.savings import LEVELS  # noqa: E402
 
-BATCH, LENGTH = 4, 128
+BATCH = 4
 BUDGETS = (0.8, 0.6)
 CANDIDATES = LEVELS + 2
 
@@ -49,11 +49,9 @@ def taken(what: Callable[..., Any], *args: Any) -> tuple[float, Any]:
 
 def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
     """(what, seconds) of each step of a decision."""
-    options: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048, "use_cache": False}
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=688, num_hidden_layers=layers, **options)).train()
-    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    seconds, captured = taken(capture, model, {"input_ids": tokens, "labels": tokens})
+        model = zoo.llama(layers).train()
+    seconds, captured = taken(capture, model, zoo.MODELS["llama"][1](BATCH, None))
     yield "the model is captured", seconds
     forecaster = Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES["cpu"]), codegen)
     where = Circumstances(forecaster.cluster, None)

@@ -35,11 +35,11 @@ class Residual(nn.Module):
         return torch.relu(x + self.norms[1](self.second(y)))
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688, "max_position_embeddings": 512}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=4, use_cache=False))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, use_cache=False))
 
 
 def gpt2() -> nn.Module:

@@ -26,9 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("alone")
     if config.getoption("--full"):
         return
-    left = [i for i in items if i.get_closest_marker("full")]  # not by keyword: that is the name of a policy too
-    config.hook.pytest_deselected(items=left)
-    items[:] = [i for i in items if i not in left]
+    kept = [i for i in items if not i.get_closest_marker("full")]  # not by keyword: that is the name of a policy too
+    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
+    items[:] = kept
 
 
 def _cluster(world: int) -> Iterator[Cluster]:

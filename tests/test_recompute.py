@@ -216,11 +216,15 @@ def _trained(make: type[nn.Module], x: Tensor, plan: Plan, codegen: str) -> tupl
     model = make()
     run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))  # type: ignore[arg-type]
     torch.manual_seed(1)
+    return _two_steps(run, model, x), model
+
+
+def _two_steps(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
     losses = []
     for _ in range(2):
         losses.append(run(x))
         losses[-1].backward()
-    return [*losses, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()], model
+    return [*losses, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
 def _again(plan: Plan, make: type[nn.Module], policies: Sequence[str]) -> Plan:
@@ -363,11 +367,7 @@ def test_backward_has_what_a_buffer_was(policy: str, codegen: Codegen) -> None:
     found, _ = _trained(Average, _x(), _again(_plan(_forecaster(Average(), _x(), codegen)), Average, [policy]), codegen)
     torch.manual_seed(0)
     alone = Average()
-    losses = []
-    for _ in range(2):
-        losses.append(alone(_x()))
-        losses[-1].backward()
-    for one, expected in zip(found, [*losses, *(p.grad for p in alone.parameters()), *alone.buffers()]):
+    for one, expected in zip(found, _two_steps(alone, alone, _x()), strict=True):
         torch.testing.assert_close(one, expected)
 
 

@@ -166,12 +166,6 @@ def goes_low_rank(shape: Sequence[int], rank: int) -> bool:
     return len(shape) > 1 and 2 * thin(shape, rank) < math.prod(shape)
 
 
-def low_rank_shape(shape: Sequence[int], dtype: torch.dtype, trained: bool) -> Sequence[int]:
-    """The shape of a parameter whose gradient may go in low rank. One that is frozen may be trained later; that goes whole, and what
-    is complex does."""
-    return shape if trained and dtype.is_floating_point else ()
-
-
 def thin(shape: Sequence[int], rank: int) -> int:
     """How many numbers those two matrices have."""
     return rank * (shape[0] + math.prod(shape[1:]))
@@ -180,9 +174,8 @@ def thin(shape: Sequence[int], rank: int) -> int:
 def layout_of(
     group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str]], str], shape: Sequence[int] = ()
 ) -> Layout:
-    """How the parameters of a group travel by a plan; of one of them, if its shape is given, its gradient too: see
-    `low_rank_shape`. name_of: the process
-    group over some of the plan's axes."""
+    """How the parameters of a group travel by a plan; shape: of one whose gradient may go in low rank. name_of: the process group over
+    some of the plan's axes."""
     sharded = group.degrees.optimizer > 1
     axes = [axis for axis, size in plan.axes if size > 1]
     over = [axis for axis in axes if axis == "shard"] if sharded else []
@@ -204,3 +197,12 @@ def layout_of(
         across=name_of([ACROSS]) if node else "",
         low_rank=plan.low_rank if plan.low_rank and goes_low_rank(shape, plan.low_rank) else 0,
     )
+
+
+def layout_of_parameter(
+    group: ParameterGroup, plan: Plan, name_of: Callable[[Sequence[str]], str], shape: Sequence[int], dtype: torch.dtype, trained: bool
+) -> Layout:
+    """How one parameter of a group travels, and its gradient. That of one that is frozen, which may be trained later, goes whole, and what
+    is complex does."""
+    thinned = shape if trained and dtype.is_floating_point else ()
+    return layout_of(group, plan, name_of, thinned).of(dtype)

@@ -30,6 +30,7 @@ REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 
+WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is written to
 _TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 _c10d = torch.ops._c10d_functional
 GATHERS = frozenset({_c10d.all_gather_into_tensor.default, GATHER_DIRECT})

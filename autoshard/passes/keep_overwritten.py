@@ -17,12 +17,12 @@ from autoshard.cost_model.work import op_name
 from autoshard.passes import graphs
 from autoshard.passes.recompute import SAVE, backward_of, needed
 
-_CLONE, _COPY = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
+_CLONE = torch.ops.aten.clone.default
 
 
 def keep_overwritten(joint: GraphModule) -> None:
     """In a joint graph whose writes to its inputs are copies at its end."""
-    overwritten = {copy.args[0]: None for copy in graphs.calls(joint, _COPY)}
+    overwritten = {copy.args[0]: None for copy in graphs.calls(joint, graphs.WRITE)}
     if not overwritten or not (backward := backward_of(joint)):
         return
     wanted = backward | needed(backward)

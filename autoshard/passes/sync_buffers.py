@@ -18,8 +18,6 @@ from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.torch_internals import input_position
 
-_COPY = torch.ops.aten.copy_.default
-
 
 @dataclass(frozen=True)
 class SyncBuffers:
@@ -40,7 +38,7 @@ class SyncBuffers:
 def _mutations(gm: GraphModule, context: Context) -> dict[torch.dtype, list[Node]]:
     """The in-place writes to buffers, by dtype."""
     found = defaultdict(list)
-    for node in graphs.calls(gm, _COPY):
+    for node in graphs.calls(gm, graphs.WRITE):
         target = node.args[0]
         if isinstance(target, Node) and input_position(target) in context.buffers:
             found[graphs.example(target).dtype].append(node)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from autoshard.dtypes import dtype_or_own
 from autoshard.inventory import names_of
-from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of, low_rank_shape
+from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of_parameter
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import dtensor_of
@@ -80,8 +80,7 @@ class Sharder:
 
     def layout(self, group: ParameterGroup, parameter: nn.Parameter) -> Layout:
         """How a parameter of a group travels, and its gradient."""
-        shape = low_rank_shape(parameter.shape, parameter.dtype, parameter.requires_grad)
-        return layout_of(group, self.plan, self._group_name, shape).of(parameter.dtype)
+        return layout_of_parameter(group, self.plan, self._group_name, parameter.shape, parameter.dtype, parameter.requires_grad)
 
     def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
