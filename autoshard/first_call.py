@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from autoshard import torch_internals
 from autoshard.capture import REPEATED, Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
@@ -38,8 +37,8 @@ from autoshard.inventory import (
 )
 from autoshard.ops.early import Early
 from autoshard.owner import call_of
+from autoshard.passes import graphs
 from autoshard.passes.choose_zero import Circumstances, make_plan
-from autoshard.passes.graphs import UNSHARD, is_call
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
@@ -50,7 +49,9 @@ from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.regions import make_regions
+from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.shard import Sharder
+from autoshard.runtime.shared_memory import refuse_shared_memory
 from autoshard.runtime.state import ModelState, make_unusable, refuse_unusable
 from autoshard.skipped import refuse_recurrent
 from autoshard.units import bytes_text, counted
@@ -75,15 +76,15 @@ class FirstGraph:
         whole = {
             n: names[id(x)] for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if id(x) in names
         }
-        return FirstGraph(inventory, _written(whole))
+        return FirstGraph(inventory, _written(gm, whole))
 
     @staticmethod
     def captured(capture: Capture) -> FirstGraph:
         """Of a copy of the model, whose modules show their parameters as sharded ones do."""
         places = capture.graph.graph.find_nodes(op="placeholder")
         names = {place: capture.parameters[i] for i, place in enumerate(places) if i in capture.parameters}
-        whole = {u: name for n, name in names.items() for u in n.users if is_call(u, UNSHARD)}
-        return FirstGraph(capture.inventory, _written(whole), capture)
+        whole = {u: name for n, name in names.items() for u in n.users if graphs.is_call(u, graphs.UNSHARD)}
+        return FirstGraph(capture.inventory, _written(capture.graph, whole), capture)
 
     @property
     def traced_once(self) -> bool:
@@ -99,9 +100,10 @@ class FirstGraph:
             )
 
 
-def _written(whole: dict[Node, str]) -> tuple[str, ...]:
+def _written(gm: GraphModule, whole: dict[Node, str]) -> tuple[str, ...]:
     """Of these whole parameters, with their names, those that the graph writes to."""
-    return tuple(name for node, name in whole.items() if node.meta["example_value"]._version > 0)
+    written = graphs.written(gm)
+    return tuple(name for node, name in whole.items() if written(node))
 
 
 class FirstCall:
@@ -132,6 +134,7 @@ class FirstCall:
             plan = self._agree(inventory)
             check_plan_fits(plan, inventory, self.world.size)
             if plan.sharded:
+                refuse_shared_memory(self.model)
                 for optimizer in self.optimizers:
                     optimizers.check_steps_on_shards(optimizer)
         self._describe(plan)
@@ -158,8 +161,7 @@ class FirstCall:
         return Plan.from_json(text)
 
     def _agreement(self, about: str) -> Agreement:
-        store, what = torch_internals.job_store(""), "the first call of this model"
-        return Agreement(store, self.world.rank, self.world.size, f"{self.topic}.{about}", what, self.patience)
+        return self.world.agreement(f"{self.topic}.{about}", "the first call of this model", self.patience)
 
     def _links_unknown(self) -> bool:
         """Whether all there is of the links is round figures, and processors send. See [Note: Links at the first call]."""
@@ -266,7 +268,9 @@ class FirstCall:
                 state.mesh = processes.build_mesh(self.world.device_type, state.plan.axes)
                 sharder = Sharder(self.model, state.plan, state.mesh)
                 state.accumulation = sharder.accumulation
-                state.lockstep = Lockstep(self.world, self.topic, self.config.timeout, self.phases.warn)
+                patience = Patience(self.config.timeout, None, self.phases.warn)
+                state.lockstep = Lockstep(self.world, self.topic, patience)
+                state.replicas = Replicas(self.world, self.topic, _arithmetic(device_of(self.model)), patience)
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
         except Exception as error:
@@ -284,7 +288,9 @@ def _as_it_is(plan: Plan) -> Plan:
 
 def _arithmetic(device: torch.device) -> str:
     """What decides how sums are rounded."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread', 'threads')}"
 
 
 def warned_of_rounding(plan: Plan, kinds: Sequence[str]) -> Plan:

@@ -657,6 +657,11 @@ def random_call(node: torch.fx.Node) -> RandomCall | None:
     return None
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tensors have in common that share memory; of fake ones too, which lie nowhere. Seen: 2.11, 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def job_store(prefix: str) -> Any:
     """The key-value store of the default process group (torch.distributed.Store), keys under `prefix`."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store

@@ -2,6 +2,8 @@
 
     python bench/accuracy.py [--only llama,mlp] [--quick]
 
+With `--only`, the rows of other models stay those of earlier runs on a machine of this kind.
+
 Each configuration is measured in fresh processes of one thread. Predictions are made beforehand, from the model on the
 meta device and from `autoshard calibrate` of as many processes, over the same links. On four processes only memory is
 compared: four on two cores measure little. Machines like this one are faster and slower by turns, so each model has a calibration
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "accuracy.json"
 sys.path.insert(0, str(HERE))
 
 import netns  # noqa: E402
@@ -87,11 +90,13 @@ class Case:
 @dataclass(frozen=True)
 class Compared:
     """Predicted and measured: bytes held between steps, bytes at the peak, bytes of parameters, optimizer state and gradients when
-    the optimizer steps, seconds of a step and of the probes; and the share of a step's kernels that are counted by FLOPs."""
+    the optimizer steps, seconds of a step and of the probes; and the share of a step's kernels that are counted by FLOPs. date:
+    of the measurement."""
 
     case: Case
     predicted: dict[str, float]
     measured: dict[str, float]
+    date: str
     categories: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -176,12 +181,12 @@ def _together(case: Case) -> tuple[int, int]:
     return list(zoo.MODELS).index(case.model), case.mbit
 
 
-def compare(cases: Sequence[Case], scratch: Path) -> list[Compared]:
+def compare(cases: Sequence[Case], scratch: Path, date: str) -> list[Compared]:
     """Each case, after a calibration for all of them."""
     clusters, compared = calibrated(scratch, dict.fromkeys(c.links for c in cases)), []
     for case in cases:
         predicted, categories, plan = predict(case, clusters)
-        compared.append(found := Compared(case, predicted, measure(case, plan, scratch), categories))
+        compared.append(found := Compared(case, predicted, measure(case, plan, scratch), date, categories))
         errors = f"peak {found.error('peak'):+.1%}, step {found.error('step'):+.1%}, machine {found.slower:.2f}"
         print(f"{case}: {errors}", flush=True)
     return compared
@@ -227,7 +232,7 @@ def markdown(compared: Sequence[Compared], machine: str) -> str:
     """docs/accuracy.md."""
     lines = [
         "# Predicted and measured\n",
-        f"{machine}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between",
+        f"{machine}, {' and '.join(sorted({c.date for c in compared}))}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between",
         "steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *peak* the most that exists at once",
         "in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
         "`autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times",
@@ -274,21 +279,35 @@ def main() -> int:
     if impossible := netns.why_impossible():
         print(f"no limited links: {impossible}", flush=True)
         wanted = [c for c in wanted if not c.mbit]
+    machine = side_by_side.machine("this machine")
+    kind = f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, gloo"
+    compared = earlier(kind, wanted) if asked.only else []
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
-    compared = list[Compared]()
     try:
         for _, alike in itertools.groupby(sorted(wanted, key=_together), _together):
-            compared += compare(list(alike), scratch)
+            compared += compare(list(alike), scratch, machine.date)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    machine = side_by_side.machine("this machine")
-    text = markdown(compared, f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, gloo, {machine.date}")
+    write(sorted(compared, key=lambda c: _together(c.case)), kind)
+    return 0
+
+
+def earlier(kind: str, again: Sequence[Case]) -> list[Compared]:
+    """What was measured before on a machine of this kind, but for the cases that are measured `again`."""
+    if not RESULTS.exists() or (known := json.loads(RESULTS.read_text()))["machine"] != kind:
+        return []
+    rows = [Compared(**{**row, "case": Case(**row["case"])}) for row in known["rows"]]
+    return [row for row in rows if row.case not in again]
+
+
+def write(compared: Sequence[Compared], kind: str) -> None:
+    """The results, the page that shows them, and the bands of predictions."""
+    text = markdown(compared, kind)
     (HERE.parent / "docs" / "accuracy.md").write_text(text)
-    (HERE / "results" / "accuracy.json").write_text(json.dumps([asdict(c) for c in compared], indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"machine": kind, "rows": [asdict(c) for c in compared]}, indent=1) + "\n")
     record = HERE.parent / "autoshard" / "cost_model" / "accuracy.json"
     record.write_text(json.dumps(bands(compared), indent=1) + "\n")
     print(text)
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -37,7 +38,11 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     while (task := pipe.recv()) is not None:
-        pipe.send(_answer(*task))
+        answer = _answer(*task)
+        pipe.send(answer)
+        if answer[0] == "error":
+            time.sleep(1)  # for others to read what it has said
+            return  # who waits for it in a collective loses it
         torch.compiler.reset()
         gc.collect()
 

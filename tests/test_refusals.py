@@ -69,6 +69,37 @@ def written_in_forward() -> None:
     _call(MaxNorm())
 
 
+class Clamped(Net):
+    """Writes behind autograd's back, as clipped weights of a critic do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data.view(-1).clamp_(min=0)
+        return super().forward(x)
+
+
+def written_through_data() -> None:
+    _call(Clamped())
+
+
+class Twice(Net):
+    """What its optimizer does to the one it does to the other."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("first", self.up.weight.data)
+        else:
+            self.down.weight = nn.Parameter(self.up.weight.data.view(8, 15))
+
+
+def memory_shared_by_a_buffer() -> None:
+    _call(Twice(buffer=True))
+
+
+def memory_shared_by_parameters() -> None:
+    _call(Twice(buffer=False))
+
+
 class Scanned(Net):
     """Parameters inside of a higher-order operator."""
 
@@ -101,6 +132,9 @@ CASES: dict[Callable[[], None], str] = {
     gradient_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
     errors_suppressed: "compiling MaxNorm failed, which suppress_errors of Dynamo's config hides",
     written_in_forward: "in place (an embedding's max_norm, say)",
+    written_through_data: "forward writes to parameter 'up.weight' in place",
+    memory_shared_by_a_buffer: "parameter 'up.weight' and buffer 'first' share memory",
+    memory_shared_by_parameters: "parameter 'up.weight' and parameter 'down.weight' share memory",
     inside_cond: "torch.cond(x.sum() > 0",  # torch's own, with the user's line
     list_from_before: "this parameter was sharded by autoshard and is empty now",
     gradient_of_gradients: "RuntimeError",  # torch's own; from 2.12 on it says "double backward"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -50,6 +51,14 @@ def callee(node: Node) -> str:
     """The name of the function or method that a node calls: "detach". What is a method on later torch is on 2.11 now and
     then a function of Dynamo's, with that name at the end of its own."""
     return str(getattr(node.target, "__name__", node.target))
+
+
+def written(gm: GraphModule) -> Callable[[Node], bool]:
+    """Of a graph of Dynamo's: whether something in it writes in place to what a node gives, or to what shares its memory
+    (`.data` does, whose version is its own)."""
+    values = [n.meta.get("example_value") for n in gm.graph.nodes]
+    storages = {torch_internals.storage_of(v) for v in values if isinstance(v, Tensor) and v.layout == torch.strided and v._version > 0}
+    return lambda node: torch_internals.storage_of(node.meta["example_value"]) in storages
 
 
 def leads_to(node: Node, *targets: Any) -> bool:

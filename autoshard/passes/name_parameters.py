@@ -26,8 +26,10 @@ class NameParameters:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         _refuse_nested(gm)
+        written = graphs.written(gm)
         for node in graphs.calls(gm, graphs.UNSHARD):
-            _refuse_writes(node)
+            if written(node):
+                raise _refused_write(node)
             source = _source(node)
             if source not in inputs or inputs[source] not in context.parameters:
                 raise PassError(f"name_parameters: {node.format_node()} does not unshard a graph input")
@@ -58,13 +60,11 @@ def _refuse_direct_uses(parameters: dict[Node, str]) -> None:
             )
 
 
-def _refuse_writes(unshard: Node) -> None:
-    value = unshard.meta.get("example_value")
-    if value is not None and value._version > 0:
-        raise UnsupportedError(
-            f"forward writes to {unshard.args[0]} in place (an embedding's max_norm, say); "
-            "on a gathered copy that write would be lost"
-        )
+def _refused_write(unshard: Node) -> UnsupportedError:
+    return UnsupportedError(
+        f"forward writes to {unshard.args[0]} in place (an embedding's max_norm, say); "
+        "on a gathered copy that write would be lost"
+    )
 
 
 def _source(unshard: Node) -> Node:

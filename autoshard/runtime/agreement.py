@@ -46,6 +46,11 @@ class Agreement:
             self._put(str(self.rank), json.dumps(statement))
             return self._lead(decide) if self.rank == 0 else self._follow()
 
+    def forget(self) -> None:
+        """Takes out of the store what was said here, when no process will read it any more."""
+        for name in (*map(str, range(self.size)), "verdict"):
+            self._said.delete_key(name)
+
     def _follow(self) -> str:
         """Only rank 0 is watched, which watches the others: so a store of 1,000 processes has little to do."""
         self._wait(["verdict"], lambda: [0])

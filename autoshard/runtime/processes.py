@@ -34,6 +34,10 @@ class World:
     size: int
     device_type: str
 
+    def agreement(self, topic: str, what: str, patience: Patience) -> Agreement:
+        """One of all processes of the job, which come to `what`. topic: the same on all of them and new for each."""
+        return Agreement(torch_internals.job_store(""), self.rank, self.size, topic, what, patience)
+
 
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

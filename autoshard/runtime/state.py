@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,14 +26,17 @@ from autoshard.plan import Plan
 from autoshard.runtime import fused_step, local_step, scaler
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import refuse_strange_rows
-from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.fingerprint import fingerprints
+from autoshard.runtime.lockstep import Call, Lockstep
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
 from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
+from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.residue import Residue, refuse_lost, residues_of
 from autoshard.runtime.shard import full_value, places_of
 
+Swapped = tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]  # where, name, shard, full
 ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 
 
@@ -44,7 +47,7 @@ class ModelState:
     compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
     blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are known
     are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them.
-    steps: how those that stepped did, by class. reporter: makes the report of this.
+    steps: how those that stepped did, by class. copied: how often it was. reporter: makes the report of this.
     """
 
     model: nn.Module
@@ -52,6 +55,8 @@ class ModelState:
     world: World
     mesh: DeviceMesh | None = None
     lockstep: Lockstep | None = None
+    replicas: Replicas | None = None
+    copied: int = 0
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
     regions: Regions | None = None
@@ -83,12 +88,14 @@ class ModelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
         accumulation = copy.deepcopy(self.accumulation, memo)
-        lockstep = self.lockstep and self.lockstep.for_copy()
+        self.copied += 1
         made = replace(
             self,
             model=copy.deepcopy(self.model, memo),
             accumulation=accumulation,
-            lockstep=lockstep,
+            lockstep=self.lockstep and self.lockstep.for_copy(self.copied),
+            replicas=self.replicas and self.replicas.for_copy(self.copied),
+            copied=0,
             compiled=set(),
             early=self.early and Early(),
         )
@@ -116,9 +123,9 @@ class ModelState:
 
         @functools.wraps(run)
         def noted(*args: Any) -> Any:
-            if self.lockstep is not None and any(isinstance(args[i], DTensor) for i in positions):
-                self.lockstep.enter(training=torch.is_grad_enabled())
-            given = {id(args[i]) for i in positions}
+            parameters = [args[i] for i in positions]
+            self._enter(parameters)
+            given = {id(p) for p in parameters}
             self.compiled |= given
             out = run(*args)
             if self.accumulation.mode == "flush" and torch.is_grad_enabled():
@@ -126,6 +133,13 @@ class ModelState:
             return out
 
         return noted
+
+    def _enter(self, parameters: Sequence[Tensor]) -> None:
+        """A call of a graph on these begins: in lockstep, where it will gather them or reduce their gradients."""
+        training, holds = torch.is_grad_enabled(), self.accumulation.mode == "hold"
+        reduces = training and not holds and any(p.requires_grad for p in parameters)
+        if self.lockstep is not None and (reduces or any(isinstance(p, DTensor) for p in parameters)):
+            self.lockstep.enter(Call(training, holds, tuple(map(id, parameters))), self.names)
 
     def check_before_step(self, optimizer: Optimizer, stepped: list[nn.Parameter], closure: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced: processes would drift apart."""
@@ -142,6 +156,13 @@ class ModelState:
                 f"parameter {apart[0]!r} got a gradient outside of any graph that autoshard compiled, so "
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
             )
+        if self.replicas is not None and (whole := self._whole()):
+            self.replicas.before_step(whole)
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        """The parameters that all processes have whole."""
+        named = self.model.named_parameters()
+        return {n: p for n, p in named if not isinstance(p, DTensor) or all(at.is_replicate() for at in p.placements)}
 
 
 _live: weakref.WeakSet[ModelState] = weakref.WeakSet()
@@ -255,13 +276,10 @@ def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             )
 
 
-def _fingerprint(tensor: Tensor) -> tuple[int, int, int]:
-    """Changes with the values, through `.data` too, which leaves the version of a tensor as it is. The hash is an
-    exclusive or, in which equal values cancel; the sum tells those apart."""
-    if not tensor.numel():
-        return tensor.data_ptr(), 0, 0
-    values = tensor.detach().reshape(-1).view(torch.uint8)
-    return tensor.data_ptr(), int(torch.hash_tensor(values).view(torch.int64)), int(values.sum(dtype=torch.int64))
+def _marks_of(swapped: Sequence[Swapped]) -> list[tuple[int, ...]]:
+    """What changes with the values of the full ones, through `.data` too, which leaves a tensor's version as it is."""
+    full = [each[-1] for each in swapped]
+    return [(f.data_ptr(), *mark) for f, mark in zip(full, fingerprints(full))]
 
 
 @contextlib.contextmanager
@@ -270,7 +288,7 @@ def gathered(state: ModelState) -> Iterator[None]:
     if state.accumulation.gathered:
         yield
         return
-    swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+    swapped: list[Swapped] = []
     for places in places_of(state.model).values():
         shard = places[0].module._parameters[places[0].attribute]
         assert shard is not None
@@ -279,7 +297,7 @@ def gathered(state: ModelState) -> Iterator[None]:
             for place in places:
                 swapped.append((place.module._parameters, place.attribute, shard, full))
                 place.module._parameters[place.attribute] = full
-    before = [_fingerprint(full) for *_, full in swapped]
+    before = _marks_of(swapped)
     state.accumulation.gathered = True
     try:
         yield
@@ -288,7 +306,8 @@ def gathered(state: ModelState) -> Iterator[None]:
         replaced = [name for parameters, name, _, full in swapped if parameters.get(name) is not full]
         for parameters, name, shard, _ in swapped:
             parameters[name] = shard
-    written = [name for (_, name, _, full), value in zip(swapped, before) if _fingerprint(full) != value]
+    after = _marks_of(swapped)
+    written = [name for (_, name, *_), was, now in zip(swapped, before, after) if was != now]
     changed = list(dict.fromkeys(replaced + written))
     if changed:
         raise UnsupportedError(

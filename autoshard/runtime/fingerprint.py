@@ -1,0 +1,38 @@
+"""Fingerprints of tensors, to tell whether they are bit for bit the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = 8  # bytes; taken byte by byte it is twenty times as slow
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Of each tensor, dense or sparse, what differs where its values do; read from the device at once.
+
+    The hash is an exclusive or, in which equal words cancel; the sum tells those apart.
+    """
+    parts = [_parts(t.detach()) for t in tensors]
+    flat = [part for each in parts for part in each]
+    device = flat[0].device if flat else None
+    found = torch.stack([part.to(device) for part in flat]).tolist() if flat else []
+    return [tuple(found.pop(0) for _ in each) for each in parts]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_sparse:
+        whole = tensor.coalesce()
+        return _parts(whole.indices()) + _parts(whole.values())
+    data = tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % _WORD:
+        data = data.clone()
+    whole_words = len(data) // _WORD * _WORD
+    pieces = [data[:whole_words].view(torch.int64), data[whole_words:]]
+    return [part for piece in pieces if piece.numel() for part in _hash_and_sum(piece)]
+
+
+def _hash_and_sum(words: Tensor) -> list[Tensor]:
+    return [torch.hash_tensor(words).view(torch.int64), words.sum(dtype=torch.int64)]

@@ -1,0 +1,120 @@
+"""What all processes have whole, found out where it is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoshard.runtime.fingerprint import fingerprints
+from tests.cluster import Cluster
+from tests.small import compiled_pair, config, inputs_of, what_is_said
+
+
+class Tied(nn.Module):
+    """Its loss may take the embedding's weight, as fused losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.relu(self.embedding(x)))
+
+
+def _outside(model: Tied, compiled: Any, x: Tensor) -> None:
+    F.linear(compiled(x), model.embedding.weight).pow(2).mean().backward()
+
+
+def _hook(model: Tied, compiled: Any, x: Tensor) -> None:
+    compiled(x)
+    handle = model.up.weight.register_hook(lambda grad: grad + dist.get_rank())
+    compiled(x).mean().backward()
+    handle.remove()
+
+
+def _loads_alone(model: Tied, compiled: Any, x: Tensor) -> None:
+    compiled(x).mean().backward()
+    if dist.get_rank() == 1:
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+
+
+def _misses_one(model: Tied, compiled: Any, x: Tensor) -> None:
+    compiled(x).mean().backward()
+    if dist.get_rank() == 1:
+        model.up.bias.grad = None
+
+
+def _penalty(model: Tied, compiled: Any, x: Tensor) -> None:
+    (compiled(x).mean() + 0.01 * sum(p.pow(2).sum() for p in model.parameters())).backward()
+
+
+def step_by(ways: list[Callable[..., None]], zero: int) -> str:
+    def train() -> None:
+        model, _, compiled = compiled_pair(config(zero), Tied)
+        x = inputs_of(1)[0, dist.get_rank()]
+        optimizer: Any = None
+        for way in ways:
+            way(model, compiled, x)
+            optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return what_is_said(train)
+
+
+APART = {
+    _outside: "the gradient of 'embedding.weight'",
+    _hook: "the gradient of 'up.weight'",
+    _loads_alone: "parameter 'embedding.weight'",
+    _misses_one: "the gradient of 'up.bias'",
+}
+
+
+@pytest.mark.parametrize("way", APART)
+def test_what_differs_is_named_before_the_first_step(two: Cluster, way: Callable[..., None]) -> None:
+    for said in two.run(step_by, [way], 0):
+        assert said.startswith(f"DivergenceError: before step 1, {APART[way]} is not on rank 1 what it is on rank 0"), said
+
+
+def test_what_differs_later_is_found_at_the_next_power_of_two(two: Cluster) -> None:
+    for said in two.run(step_by, [_penalty, _penalty, _outside, _penalty], 0):
+        assert said.startswith("DivergenceError: before step 4, "), said
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_penalty_on_weights_is_the_same_everywhere(two: Cluster, zero: int) -> None:
+    for said in two.run(step_by, [_penalty] * 4, zero):
+        assert said == "nothing" if zero == 0 else "DTensor" in said, said
+
+
+VALUES = {
+    "odd": torch.randn(7),
+    "two bytes each": torch.randn(3, 5).bfloat16(),
+    "transposed": torch.arange(24).view(2, 3, 4).transpose(0, 2),
+    "within another": torch.randn(9)[1:],
+    "conjugated": torch.randn(2, dtype=torch.complex64).conj(),
+    "one": torch.tensor(3.0),
+}
+
+
+@pytest.mark.parametrize("which", VALUES)
+def test_fingerprints_differ_where_a_value_does(which: str) -> None:
+    values = VALUES[which]
+    other = values.clone()
+    assert fingerprints([values, other, values.reshape(-1)[:0]]) == [*fingerprints([values]) * 2, ()]
+    for i in range(values.numel()):
+        other = values.clone(memory_format=torch.contiguous_format)
+        other.view(-1)[i] += 1
+        assert fingerprints([values]) != fingerprints([other])
+
+
+def test_fingerprints_of_sparse_tensors() -> None:
+    eye = torch.eye(3).to_sparse()
+    once, twice, same = fingerprints([eye, 2 * eye, torch.eye(3).to_sparse()])
+    assert once == same != twice
