@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT = 240.0  # seconds that one task may take
-IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "autoshard", "tests.parity"]  # once, for all that are started
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "vit", "t5")]
+IMPORTED = ["torch._inductor.compile_fx", "autoshard", "tests.parity", *MODELS]  # once, for all that are started
 
 
 def free_port() -> int:

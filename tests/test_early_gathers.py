@@ -35,9 +35,9 @@ Between = Callable[[Any, Any], None]
 @pytest.mark.parametrize(
     ("name", "zero", "options"),
     [
-        ("gpt2_deep", 3, {}),
+        in_full("gpt2_deep", 3, {}),
         in_full("odd", 1, {}),
-        in_full("odd", 2, {}),
+        ("odd", 2, {}),
         in_full("gpt2_deep", 3, {"codegen": "inductor"}),
         in_full("gpt2_deep", 3, {"passes": "inline_regions,hoist_unshards,name_parameters,merge_unshards,bucket{mb=0.01},lower,overlap{ahead=3},early_gathers"}),
     ],

@@ -148,6 +148,7 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
     assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
 
 
+@pytest.mark.full
 def test_links_are_measured_where_nothing_says_what_they_carry(tmp_path: Path) -> None:
     body = f"""
     from autoshard.cost_model.cluster import Cluster
@@ -164,6 +165,7 @@ def test_links_are_measured_where_nothing_says_what_they_carry(tmp_path: Path) -
     assert "links carry" in unknown and "links carry" not in known, first.output
 
 
+@pytest.mark.full
 def test_a_process_that_dies_while_links_are_measured_ends_the_others() -> None:
     body = """
     import torch.distributed as dist
@@ -197,6 +199,7 @@ def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
     assert "PeerLostError" in evaluating.output, evaluating.output
 
 
+@pytest.mark.full
 def test_a_graph_break_is_named_once() -> None:
     body = """
     class Breaking(nn.Module):
@@ -218,6 +221,7 @@ def test_a_graph_break_is_named_once() -> None:
     assert "share 1.0" in first.output
 
 
+@pytest.mark.full
 def test_nothing_half_sharded_goes_on() -> None:
     body = """
     import autoshard.first_call

@@ -48,7 +48,7 @@ def test_all_may_leave_out_the_same_block(two: Cluster, zero: int) -> None:
         assert len(found) == 6 * 4 and max(found) < 1e-6
 
 
-@pytest.mark.parametrize("zero", [0, in_full(1), in_full(2), 3])
+@pytest.mark.parametrize("zero", [0, in_full(1), in_full(2), in_full(3)])
 def test_processes_that_leave_out_other_blocks_are_told(two: Cluster, zero: int) -> None:
     """When all blocks are compiled and all ways known: collectives are as many and as large."""
     said = two.answers(leave_out, zero, [[0, 0], [1, 1], [0, 0], [1, 0]])

@@ -176,10 +176,15 @@ def test_in_messages_over_three_processes(three: Cluster) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
+@functools.cache
+def _planned(name: str, machines: Machines, **options: Any) -> Plan:
+    case = CASES[name]
+    return autoshard.plan(case.build(), case.batch(torch.Generator()), config(3, **options), machines)
+
+
 def _with_apart(name: str, apart: int, machines: Machines, **options: Any) -> Plan:
     """A plan in which parameters from so many bytes on are gathered by themselves, and what is predicted of it."""
-    case = CASES[name]
-    plan = autoshard.plan(case.build(), case.batch(torch.Generator()), config(3, **options), machines)
+    case, plan = CASES[name], _planned(name, machines, **options)
     return autoshard.plan(case.build(), case.batch(torch.Generator()), config("auto", plan=replace(plan, apart=apart), replicate_below="auto"), machines)
 
 
@@ -283,7 +288,7 @@ def _reductions(name: str, plan: Plan) -> int:
     ("name", "zero", "options"),
     [
         ("llama", 0, {}),
-        ("llama", 3, {}),
+        in_full("llama", 3, {}),
         in_full("gpt2", 0, {}),
         in_full("llama", 0, {"precision": "bf16"}),
         ("llama", 0, {"compression": "bf16"}),

@@ -258,9 +258,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def plus(a, b):
-    return a + b
+plus = tl.standard._sum_combine  # what tl.sum adds with, which Triton's interpreter knows and does at once
 
 
 @triton.jit

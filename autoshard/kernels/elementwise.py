@@ -133,9 +133,9 @@ class Writer:
         with self._blocks():
             parts = [self._in_row(node) for node in nodes]
             for node, name, part in zip(nodes, gathered, parts):
-                self.out.add(f"{name} = {_function(node)}({name}, {part})")
+                self.out.add(f"{name} = {REDUCTIONS[name_of(node.target)].function}({name}, {part})")
         for node, part in zip(nodes, gathered or parts):
-            total = self.out.assign(f"tl.reduce({part}, 1, {_function(node)}, keep_dims=True)")
+            total = self.out.assign(f"tl.reduce({part}, 1, {REDUCTIONS[name_of(node.target)].reducer}, keep_dims=True)")
             if name_of(node.target) == "mean":
                 total = self.out.assign(f"{total} / ({{0}})", self.length)
             self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
@@ -147,14 +147,14 @@ class Writer:
 
     def _gathered(self, node: Node) -> str:
         """What is gathered over the blocks of a row, a number for each place in a block."""
-        neutral = REDUCTIONS[name_of(node.target)][0]
+        neutral = REDUCTIONS[name_of(node.target)].neutral
         return self.out.assign(f"tl.full((ROWS, COLUMNS), {neutral}, {_type_of(node)})")
 
     def _in_row(self, node: Node) -> str:
         """The numbers that a reduction takes, neutral ones behind a row's end."""
         source = _tensors(node)[0]
         value = self._cast(self._value(source, self.index), source, node)
-        return self.out.assign(f"tl.where(rows_there & columns_there, {value}, {REDUCTIONS[name_of(node.target)][0]})")
+        return self.out.assign(f"tl.where(rows_there & columns_there, {value}, {REDUCTIONS[name_of(node.target)].neutral})")
 
     # --- values
 
@@ -300,10 +300,6 @@ def is_plain(node: Node) -> bool:
     if node.meta["val"].dtype is torch.bool and name_of(node.target) not in BOOLEAN | _OF_BITS:
         return False
     return not node.kwargs and len(node.args) == len(arguments) and all(isinstance(a, Node | int | float) for a in node.args)
-
-
-def _function(node: Node) -> str:
-    return REDUCTIONS[name_of(node.target)][1]
 
 
 def _tensors(node: Node) -> list[Node]:

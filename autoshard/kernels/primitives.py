@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +33,22 @@ POINTWISE: dict[str, str] = {
 BOOLEAN = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "logical_not", "isnan", "logical_and", "logical_or"])  # of numbers of any kind
 SAME = frozenset(["convert_element_type", "_to_copy", "clone", "alias", "lift_fresh_copy", "contiguous"])  # at most another dtype
 CONSTANT = frozenset(["full", "full_like", "scalar_tensor", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_full", "new_ones"])
-# neutral element and function of two
-REDUCTIONS: dict[str, tuple[str, str]] = {
-    "sum": ("0", "add"), "mean": ("0", "add"), "amax": ('float("-inf")', "maximum"), "amin": ('float("inf")', "minimum"),
-}  # fmt: skip
+
+
+class Reduction(NamedTuple):
+    """The neutral element, a function of two, and what `tl.reduce` is given."""
+
+    neutral: str
+    function: str
+    reducer: str
+
+
+REDUCTIONS = {
+    "sum": Reduction("0", "add", "plus"),
+    "mean": Reduction("0", "add", "plus"),
+    "amax": Reduction('float("-inf")', "maximum", "maximum"),
+    "amin": Reduction('float("inf")', "minimum", "minimum"),
+}
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach"])
 DRAWN = "keep"  # see `random`
 _BESIDE_ATEN = {("prims", "iota"), ("prims", "convert_element_type"), ("autoshard", DRAWN)}
@@ -46,6 +58,9 @@ JOINS = frozenset(["cat", "slice_backward"])  # a number of theirs is one of sev
 COMPOSITE = frozenset(["gelu", "gelu_backward", "silu", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "addcmul", "addcdiv", "masked_fill", "native_dropout_backward", "pow", "square", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "native_layer_norm", "var_mean", "var", "nll_loss_backward", "mse_loss_backward", "elu"])
 
 HELPERS = '''
+plus = tl.standard._sum_combine  # what tl.sum adds with, which Triton's interpreter knows and does at once
+
+
 @triton.jit
 def add(a, b):
     return a + b
