@@ -146,11 +146,14 @@ def test_compression_is_said_where_it_changes_something() -> None:
         replace(plain, bucket=-1)
 
 
+def _plan(name: str, machines: Machines, config: autoshard.Config) -> Plan:
+    case = CASES[name]
+    return autoshard.plan(case.build(), case.batch(torch.Generator()), config, machines)
+
+
 def _cut(name: str, zero: int, world: int, message: int, codegen: str = "eager", **options: Any) -> autoshard.Config:
     """A config whose plan has such messages."""
-    case = CASES[name]
-    batch = case.batch(torch.Generator())
-    plan = autoshard.plan(case.build(), batch, config(zero, **options), Machines(1, world, DEVICES["cpu"]))
+    plan = _plan(name, Machines(1, world, DEVICES["cpu"]), config(zero, **options))
     assert not plan.message
     return config("auto", plan=replace(plan, message=message), codegen=codegen, replicate_below="auto")
 
@@ -176,25 +179,18 @@ def test_in_messages_over_three_processes(three: Cluster) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-@functools.cache
-def _planned(name: str, machines: Machines, **options: Any) -> Plan:
-    case = CASES[name]
-    return autoshard.plan(case.build(), case.batch(torch.Generator()), config(3, **options), machines)
-
-
-def _with_apart(name: str, apart: int, machines: Machines, **options: Any) -> Plan:
-    """A plan in which parameters from so many bytes on are gathered by themselves, and what is predicted of it."""
-    case, plan = CASES[name], _planned(name, machines, **options)
-    return autoshard.plan(case.build(), case.batch(torch.Generator()), config("auto", plan=replace(plan, apart=apart), replicate_below="auto"), machines)
+def _with_apart(name: str, plan: Plan, apart: int, machines: Machines) -> Plan:
+    """The plan, of which parameters from so many bytes on are gathered by themselves, and what is predicted of it."""
+    return _plan(name, machines, config("auto", plan=replace(plan, apart=apart), replicate_below="auto"))
 
 
 @pytest.mark.parametrize(("nodes", "hierarchy"), [(1, "flat"), (2, "two_level")])
 def test_as_many_gathers_are_predicted_as_are_made(nodes: int, hierarchy: str) -> None:
     machines = Machines(nodes, 4 // nodes, DEVICES["cpu"])
-    counts = []
-    for apart in (0, 2000):
-        plan = _with_apart("llama", apart, machines, hierarchy=hierarchy)
-        counts.append(_gathers("llama", plan))
+    planned, counts = _plan("attention", machines, config(3, hierarchy=hierarchy)), []
+    for apart in (0, 1000):
+        plan = _with_apart("attention", planned, apart, machines)
+        counts.append(_gathers("attention", plan))
         gather = "gather_direct" if plan.direct else "all_gather"
         assert counts[-1] == sum(
             t.messages for t in plan.predicted.traffic if (t.collective, t.phase) == (gather, "forward")
@@ -216,9 +212,10 @@ def _gathers(name: str, plan: Plan) -> int:
 
 @pytest.mark.parametrize(("name", "codegen"), [("attention", "eager"), in_full("llama", "eager"), in_full("attention", "inductor")])
 def test_gathered_apart(two: Cluster, name: str, codegen: str) -> None:
-    plan = _with_apart(name, 1000, Machines(1, 2, DEVICES["cpu"]))
-    without = replace(plan, apart=0)
-    assert _gathers(name, plan) > _gathers(name, without)
+    machines = Machines(1, 2, DEVICES["cpu"])
+    without = _plan(name, machines, config(3))
+    plan = _with_apart(name, without, 1000, machines)
+    assert not without.apart and _gathers(name, plan) > _gathers(name, without)
     for distance in two.run(measure, name, config("auto", plan=plan, codegen=codegen, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance
 
@@ -253,10 +250,9 @@ def test_messages_are_cut_where_smaller_ones_take_less() -> None:
 
 def _with_bucket(name: str, zero: int, world: int, bucket: int, **options: Any) -> autoshard.Plan:
     """A plan with such buckets, and what is predicted of it."""
-    case, machines = CASES[name], Machines(1, world, DEVICES["cpu"])
-    batch = case.batch(torch.Generator())
-    plan = replace(autoshard.plan(case.build(), batch, config(zero, **options), machines), bucket=bucket)
-    return autoshard.plan(case.build(), batch, config("auto", plan=plan, replicate_below="auto"), machines)
+    machines = Machines(1, world, DEVICES["cpu"])
+    plan = replace(_plan(name, machines, config(zero, **options)), bucket=bucket)
+    return _plan(name, machines, config("auto", plan=plan, replicate_below="auto"))
 
 
 @pytest.mark.parametrize(
@@ -287,11 +283,12 @@ def _reductions(name: str, plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("name", "zero", "options"),
     [
-        ("llama", 0, {}),
+        ("attention", 0, {}),
+        in_full("llama", 0, {}),
         in_full("llama", 3, {}),
         in_full("gpt2", 0, {}),
         in_full("llama", 0, {"precision": "bf16"}),
-        ("llama", 0, {"compression": "bf16"}),
+        ("attention", 0, {"compression": "bf16"}),
     ],
 )
 def test_buckets_predicted_are_those_made(name: str, zero: int, options: dict[str, Any]) -> None:
