@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
@@ -24,8 +24,9 @@ from autoshard.report import Report
 from autoshard.runtime import optimizers as _optimizers
 from autoshard.runtime import state as _state
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.dtensors import local
 from autoshard.sweep import Sweep, Swept, sweep
-from autoshard.torch_internals import original_of
+from autoshard.torch_internals import original_of, storage_of
 from autoshard.version import __version__
 
 __all__ = [
@@ -89,15 +90,24 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def state_dict(of: nn.Module | Optimizer) -> dict[str, Any]:
     """The whole of a model, under its original names, or of an optimizer, as torch.optim would give it: on rank 0, on
-    the CPU; empty on other processes. A collective.
+    the CPU, apart from what training goes on with; empty on other processes. A collective: DisagreementError if a process does
+    not come.
 
     For sharded checkpoints use torch.distributed.checkpoint and its `get_state_dict` on the module itself
     (`model._orig_mod` of a compiled one, whose names torch prefixes).
     """
+    for state in _state.stepped_by(of) if isinstance(of, Optimizer) else _state.states_in(of):
+        state.come("autoshard.state_dict")
     if isinstance(of, Optimizer):
         return _optimizers.whole_state(of)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(original_of(of), options=whole)
+    return _apart(get_model_state_dict(original_of(of), options=whole), original_of(of))
+
+
+def _apart(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The values, copies of those that training goes on with."""
+    live = {storage_of(local(t)) for t in (*model.parameters(), *model.buffers())}
+    return {k: v.clone() if isinstance(v, Tensor) and storage_of(v) in live else v for k, v in values.items()}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from autoshard.console import Phases
 from autoshard.kernels.region import OPERATORS
 from autoshard.ops import block, direct, packing
 from autoshard.ops.block import Block
+from autoshard.ops.collectives import Collectives
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.keep_overwritten import keep_overwritten
@@ -68,13 +69,14 @@ class _Traced(Exception):
 @dataclass(frozen=True)
 class Compilation:
     """One graph to compile: the passes and what they need to know, and whether Inductor generates code. wholes: the inputs
-    that AOTAutograd takes whole, see [Note: Whole inputs]."""
+    that AOTAutograd takes whole, see [Note: Whole inputs]. collectives: what it will communicate, when it is compiled."""
 
     manager: PassManager
     context: Context
     inductor: bool
     phases: Phases
     wholes: dict[int, Whole] = field(default_factory=dict)
+    collectives: Collectives = field(default_factory=Collectives)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
@@ -138,7 +140,9 @@ class Compilation:
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
-        return self._cut(self._joint(joint, self.context), inputs, **kwargs)
+        halves = self._cut(self._joint(joint, self.context), inputs, **kwargs)
+        self.collectives.note(*map(graphs.collectives, halves))
+        return halves
 
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
         put_unshards(gm, self.wholes)
@@ -158,6 +162,7 @@ class Compilation:
         context = replace(self.context, phase=phase)
         if phase == "inference":
             gm = self._joint(gm, context)
+            self.collectives.note(graphs.collectives(gm))
         return self.manager.run(("split", "code"), gm, context)
 
     def last(self, gm: GraphModule, phase: Phase) -> GraphModule:

@@ -203,7 +203,7 @@ class Backend:
             run = giving_leaves(compilation.compile(gm, inputs), inputs)
         if state and state.regions:
             state.regions.on = False  # see [Note: Regions]
-        return state.noting_parameters(run, tuple(context.parameters)) if state else run
+        return state.noting_parameters(run, tuple(context.parameters), compilation.collectives) if state else run
 
     def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:
         """Once: what is behind a graph break is compiled apart, and gathers less far ahead."""

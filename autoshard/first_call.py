@@ -47,12 +47,14 @@ from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.meetings import Meetings
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.regions import make_regions
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.shared_memory import refuse_shared_memory
 from autoshard.runtime.state import ModelState, make_unusable, refuse_unusable
+from autoshard.runtime.steps import watch_steps
 from autoshard.skipped import refuse_recurrent
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
@@ -138,13 +140,15 @@ class FirstCall:
                 for optimizer in self.optimizers:
                     optimizers.check_steps_on_shards(optimizer)
         self._describe(plan)
-        state = ModelState(self.model, plan, self.world, fuses=self.config.fuse_optimizer == "auto", early=self._early(plan))
+        state = ModelState(self.model, plan, self.world, self.topic, fuses=self.config.fuse_optimizer == "auto", early=self._early(plan))
         if not plan.leaves_alone:
             self._shard(state)
             state.regions = make_regions(self.model, REPEATED) if plan.regions else None
         if device_of(self.model).type == "cpu" and keep_freed_memory():
             self.phases.say("           [dim]this process keeps what it frees, for the next step[/]")
         state.attach()
+        if not plan.leaves_alone:
+            watch_steps()
         return state
 
     def _agree(self, inventory: Inventory) -> Plan:
@@ -268,9 +272,9 @@ class FirstCall:
                 state.mesh = processes.build_mesh(self.world.device_type, state.plan.axes)
                 sharder = Sharder(self.model, state.plan, state.mesh)
                 state.accumulation = sharder.accumulation
-                patience = Patience(self.config.timeout, None, self.phases.warn)
-                state.lockstep = Lockstep(self.world, self.topic, patience)
-                state.replicas = Replicas(self.world, self.topic, _arithmetic(device_of(self.model)), patience)
+                meetings = Meetings(self.world, self.topic, Patience(self.config.timeout, None, self.phases.warn))
+                state.lockstep = Lockstep(meetings.of(f"{self.topic}.calls"))
+                state.replicas = Replicas(meetings.of(f"{self.topic}.steps"), _arithmetic(device_of(self.model)))
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
         except Exception as error:

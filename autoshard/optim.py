@@ -18,7 +18,7 @@ from autoshard.errors import ConfigError, UnsupportedError
 from autoshard.runtime import factored, fused_step
 from autoshard.runtime.fused_step import Family, Gradients
 from autoshard.runtime.norm import norm_of
-from autoshard.runtime.state import watch_steps
+from autoshard.runtime.steps import watch_steps
 
 __all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "fuse"]
 

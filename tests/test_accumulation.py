@@ -25,7 +25,7 @@ from tests.parity import (
     see_state,
     whole,
 )
-from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of, what_is_said
 
 # What a gradient is inside no_sync, by stage.
 INSIDE = {0: "own", 1: "part", 2: "rows", 3: "rows"}
@@ -124,6 +124,60 @@ def held_around_no_grad(zero: int) -> tuple[Tensor, Tensor]:
 def test_what_is_held_counts_once_around_no_grad(two: Cluster, zero: int) -> None:
     for found, expected in two.run(held_around_no_grad, zero):
         torch.testing.assert_close(found, expected)
+
+
+def backward_behind_no_sync(zero: int) -> tuple[Tensor, Tensor]:
+    """Gradients of forwards inside no_sync whose backwards come outside of it, and of one outside."""
+    model, alone, compiled = compiled_pair(config(zero))
+    inputs = inputs_of(4)
+    for x in inputs[:3]:
+        with autoshard.no_sync(compiled):
+            loss = compiled(x[dist.get_rank()])
+        loss.backward()
+    compiled(inputs[3, dist.get_rank()]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    for x in inputs:
+        (sum(alone(each) for each in x) / len(x)).backward()
+    return whole(model.up.weight.grad).detach(), alone.up.weight.grad
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_backward_may_come_behind_no_sync(two: Cluster, zero: int) -> None:
+    for found, expected in two.run(backward_behind_no_sync, zero):
+        torch.testing.assert_close(found, expected)
+
+
+def step_with_closure(zero: int, inside: bool) -> tuple[str, list[Tensor]]:
+    """A step whose closure has the last microbatch, outside no_sync or in it; the parameters beside those of one process."""
+    model, alone, compiled = compiled_pair(config(zero))
+    mine, inputs = torch.optim.SGD(model.parameters(), lr=0.1), inputs_of(2)
+    compiled(inputs[0, 0])
+    with autoshard.no_sync(compiled):
+        compiled(inputs[0, dist.get_rank()]).backward()
+
+    def closure() -> Tensor:
+        with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
+            loss: Tensor = compiled(inputs[1, dist.get_rank()])
+        loss.backward()
+        return loss
+
+    said = what_is_said(mine.step, closure)
+    for x in inputs:
+        (sum(alone(each) for each in x) / len(x)).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    return said, [whole(model.up.weight).detach(), alone.up.weight.detach()]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_closure_may_have_the_last_microbatch(two: Cluster, zero: int) -> None:
+    for said, (found, expected) in two.run(step_with_closure, zero, False):
+        assert said == "nothing"
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_a_closure_leaves_is_looked_at(two: Cluster) -> None:
+    for said, _ in two.run(step_with_closure, 0, True):
+        assert "gradients of backwards inside no_sync still wait" in said
 
 
 def step_while_held() -> str:

@@ -2,14 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autoshard.runtime.lockstep import MOST, Call, Lockstep
+from autoshard.runtime.meetings import Meetings
+from autoshard.runtime.presence import Patience
+from autoshard.runtime.processes import World
 from tests.cluster import Cluster
 from tests.parity import whole
 from tests.small import compiled_pair, config, in_full, inputs_of
+
+CALLS = [Call(training, False, parameters) for training in (True, False) for parameters in ((1,), (2,), (1, 2))]
+
+
+class Recording(Lockstep):
+    """Counts the meetings, of which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__(Meetings(World(0, 1, "cpu"), "", Patience(0.0, None, print)))
+        self.met = 0
+
+    def _meet(self, what: str) -> None:
+        self.met += 1
+
+    def go_on(self, calls: Sequence[Call]) -> int:
+        """How often it meets in these calls."""
+        before = self.met
+        for call in calls:
+            self.enter(call, lambda: {1: "one", 2: "two"})
+        return self.met - before
+
+
+@given(st.lists(st.sampled_from(CALLS)), st.sampled_from(CALLS), st.sampled_from(CALLS))
+def test_where_two_processes_part_one_meets(together: list[Call], one: Call, other: Call) -> None:
+    a, b = Recording(), Recording()
+    assert a.go_on(together) == b.go_on(together)
+    met = a.go_on([one]), b.go_on([other])
+    assert met[0] == met[1] if one == other else any(met)
+
+
+TRAINING = [c for c in CALLS if c.training]
+
+
+@given(st.lists(st.tuples(st.sampled_from(TRAINING), st.integers(1, MOST - 1)), unique_by=lambda each: each[0]), st.integers(1, 5))
+def test_a_loop_that_goes_on_as_before_meets_nobody(runs: list[tuple[Call, int]], times: int) -> None:
+    process, loop = Recording(), [call for call, count in runs for _ in range(count)]
+    process.go_on(loop * 3 + loop[:1] * MOST * (len(runs) == 1))
+    assert not process.go_on(loop * times)
+
+
+def test_blocks_that_are_called_again_in_backward_meet_nobody() -> None:
+    one, two, three = TRAINING
+    process = Recording()
+    process.go_on([one, two, three, three, two, one] * 2)
+    assert not process.go_on([one, two, three, three, two, one] * 3)
+
+
+def test_each_turn_to_evaluation_and_back_meets() -> None:
+    training, evaluation = CALLS[0], CALLS[-1]
+    process = Recording()
+    found = [process.go_on([training] * 20 + [evaluation] * 20) for _ in range(3)]
+    assert found == [2 + 2 * MOST, 2 + MOST, 2]
+
+
+def test_calls_are_described_by_what_they_take() -> None:
+    names = {1: "one", 2: "two"}
+    assert Call(True, True, (1,)).described(names).startswith("training inside no_sync with 1 parameter (one), ")
+    calls = [Call(training, False, given) for training in (True, False) for given in ((1, 2), (2, 1), (1,), ())]
+    calls += [replace(calls[0], collectives="other"), replace(calls[0], skipped=True)]
+    assert len({call.described(names) for call in calls}) == len(calls)
 
 
 class Stack(nn.Module):
@@ -53,10 +122,54 @@ def test_processes_that_leave_out_other_blocks_are_told(two: Cluster, zero: int)
     """When all blocks are compiled and all ways known: collectives are as many and as large."""
     said = two.answers(leave_out, zero, [[0, 0], [1, 1], [0, 0], [1, 0]])
     assert [kind for kind, _ in said] == ["error", "error"]
-    assert any(name == "DisagreementError" and "rank 0 did not come to training with 4 parameters" in text for _, (name, text, _) in said), said
+    texts = [text for _, (name, text, _) in said if name == "DisagreementError"]
+    assert texts and all("training with 4 parameters (blocks." in text for text in texts), said
 
 
 def test_processes_that_come_to_other_calls_are_both_told(two: Cluster) -> None:
     for kind, (name, text, _) in two.answers(leave_out, 3, [[0, 0], [1, 1], [2, 0]]):
         assert (kind, name) == ("error", "DisagreementError")
         assert "about its call" in text and "Every process must call a sharded model alike" in text
+
+
+class TwoHeads(nn.Module):
+    """Heads that are alike, of which a loss takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        one, other = self.one(x), self.other(x)
+        return (other if task else one).pow(2).mean()
+
+
+def take_heads(tasks: list[list[int]]) -> None:
+    """The head that each process's loss takes of each call, by rank."""
+    _, _, compiled = compiled_pair(config(3, timeout=4), TwoHeads)
+    for each in tasks:
+        compiled(inputs_of(1)[0, dist.get_rank()], each[dist.get_rank()]).backward()
+
+
+def test_processes_whose_losses_take_other_heads_are_told(two: Cluster) -> None:
+    """Each graph computes both."""
+    two.run(take_heads, [[0, 0], [1, 1], [0, 0]])
+    said = two.answers(take_heads, [[0, 0], [1, 1], [0, 0], [0, 1]])
+    assert [kind for kind, _ in said] == ["error", "error"]
+    assert "DisagreementError" in [name for _, (name, _, _) in said]
+
+
+def skip_backward(skipping: list[int]) -> None:
+    """The second backward, as where a loss is not finite, by these ranks."""
+    _, _, compiled = compiled_pair(config(3, timeout=4))
+    for step in range(4):
+        loss = compiled(inputs_of(1)[0, dist.get_rank()])
+        if step != 1 or dist.get_rank() not in skipping:
+            loss.backward()
+
+
+def test_a_backward_that_one_process_skips_is_told(two: Cluster) -> None:
+    two.run(skip_backward, [0, 1])
+    said = two.answers(skip_backward, [1])
+    assert [kind for kind, _ in said] == ["error", "error"]
+    assert any(name == "DisagreementError" and "after a forward without backward" in text for _, (name, text, _) in said), said

@@ -93,7 +93,7 @@ def rewritten(model: nn.Module, inputs: Tensor, plan: Plan, spec: str = registry
     sharder = Sharder(model, plan, build_mesh("cpu", plan.axes))
     for _ in sharder.shard():
         pass
-    state = ModelState(model, plan, World(0, WORLD, "cpu"))
+    state = ModelState(model, plan, World(0, WORLD, "cpu"), "model")
     record = Record()
 
     def backend(gm: GraphModule, given: Any) -> Any:

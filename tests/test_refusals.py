@@ -118,6 +118,19 @@ def list_from_before() -> None:
     torch.nn.utils.clip_grad_norm_(kept, 1.0)
 
 
+def penalty_on_a_list_from_before() -> None:
+    model = Net()
+    kept = list(model.parameters())
+    (_call(model) + 1e-3 * sum(p.pow(2).sum() for p in kept)).backward()
+
+
+def read_by_another_module() -> None:
+    model, other = Net(), nn.Linear(8, 15)
+    other.weight = model.up.weight
+    _call(model)
+    other(torch.ones(4, 8))
+
+
 def gradient_of_gradients() -> None:
     model = Net()
     loss = _call(model)
@@ -137,6 +150,8 @@ CASES: dict[Callable[[], None], str] = {
     memory_shared_by_parameters: "parameter 'up.weight' and parameter 'down.weight' share memory",
     inside_cond: "torch.cond(x.sum() > 0",  # torch's own, with the user's line
     list_from_before: "this parameter was sharded by autoshard and is empty now",
+    penalty_on_a_list_from_before: "this parameter was sharded by autoshard and is empty now",
+    read_by_another_module: "this parameter was sharded by autoshard and is empty now",
     gradient_of_gradients: "RuntimeError",  # torch's own; from 2.12 on it says "double backward"
 }
 

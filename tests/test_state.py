@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import autoshard
 from tests.cluster import Cluster
@@ -122,6 +123,37 @@ def whole_state() -> tuple[list[str], bool]:
 
 def test_the_whole_state_is_on_rank_0_under_original_names(two: Cluster) -> None:
     assert two.run(whole_state) == [(NAMES, True), ([], True)]
+
+
+def kept_while_training(zero: int) -> list[bool]:
+    """Whether the whole state is after a step what it was before."""
+    model, _, compiled = compiled_pair(config(zero, replicate_below=20))
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    train(compiled, optimizer, 1)
+    kept = autoshard.state_dict(model), autoshard.state_dict(optimizer)
+    before = [t.clone() for t in tree_leaves(kept) if isinstance(t, Tensor)]
+    train(compiled, optimizer, 1)
+    return [torch.equal(was, t) for was, t in zip(before, (t for t in tree_leaves(kept) if isinstance(t, Tensor)))]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_whole_state_stays_what_it_was(two: Cluster, zero: int) -> None:
+    first, second = two.run(kept_while_training, zero)
+    assert len(first) == 4 + 3 * 4 and all(first) and not second
+
+
+def whole_state_alone() -> None:
+    _, _, compiled = compiled_pair(config(3, timeout=4))
+    compiled(batch()).backward()
+    if dist.get_rank() == 0:
+        autoshard.state_dict(compiled)
+    compiled(batch()).backward()
+    compiled(batch()).backward()
+
+
+def test_a_whole_state_for_one_process_is_refused_by_name(two: Cluster) -> None:
+    (_, (kind, text, _)), (other, _) = two.answers(whole_state_alone)
+    assert kind == "DisagreementError" and "autoshard.state_dict" in text and other == "error"
 
 
 def a_copy() -> tuple[Distance, bool]:

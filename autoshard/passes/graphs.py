@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard import torch_internals
 from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
+from autoshard.ops.layout import Layout
 from autoshard.passes import group_parameters
 
 UNSHARD = torch.ops.autoshard.unshard.default
@@ -66,6 +67,18 @@ def leads_to(node: Node, *targets: Any) -> bool:
     if is_call(node, *targets):
         return True
     return callee(node).endswith(("to_local", "detach")) and all(leads_to(user, *targets) for user in node.users)
+
+
+def collectives(gm: GraphModule) -> list[str]:
+    """What a graph communicates as long as logical ops stand for it: the op, and the names of its parameters."""
+    nodes = [n for n in gm.graph.nodes if _communicates(n)]
+    return [f"{n.target} {n.args[logical.NAMES[n.target]] if n.target in logical.NAMES else ''}" for n in nodes]
+
+
+def _communicates(node: Node) -> bool:
+    if is_call(node, UNSHARD, UNSHARD_BUCKET):
+        return Layout.parse(str(node.args[2 if node.target is UNSHARD else 4])).sharded
+    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK)
 
 
 def gathers(node: Node) -> bool:

@@ -56,6 +56,11 @@ class Accumulation:
         """True if a gradient that was held has not been taken by a forward outside."""
         return any(holder.waiting for holder in self.holders)
 
+    def has_held(self) -> None:
+        """A gradient was held just now: of a forward inside `no_sync`, whose backward may come behind it."""
+        if self.mode == "sync":
+            self.mode = "flush"
+
     def _arrange_flush(self) -> None:
         self.mode = "flush" if self.waiting() else "sync"
 

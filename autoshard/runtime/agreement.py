@@ -73,7 +73,7 @@ class Agreement:
     def _collect(self) -> list[Statement]:
         names = [str(rank) for rank in range(self.size)]
         self._wait(names, self._missing)
-        return [self._get(name) for name in names]
+        return [json.loads(zlib.decompress(said)) for said in self._said.multi_get(names)]
 
     @cached_property
     def _said(self) -> Any:

@@ -10,6 +10,7 @@ shape, which takes no memory itself, receives it from autograd and passes it on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +23,12 @@ from autoshard.runtime.dtensors import dtensor_of, local
 
 @dataclass(eq=False)
 class Holder:
-    """Of parameter `name` of `module`. leaf: what a trace hands the parameter's gradient to."""
+    """Of parameter `name` of `module`. leaf: what a trace hands the parameter's gradient to. held: is told of each that came."""
 
     module: nn.Module
     name: str
     mesh: DeviceMesh
+    held: Callable[[], None]
     leaf: Tensor = field(init=False)
     _held: Tensor | None = None
 
@@ -65,6 +67,7 @@ class Holder:
             else:
                 own += _as_part(parameter.grad, self.mesh)
                 parameter.grad = self._held = self._part_of_mean(own)
+        self.held()
 
     def _part_of_mean(self, own: Tensor) -> Tensor:
         if not isinstance(self.parameter, DTensor):

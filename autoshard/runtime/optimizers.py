@@ -99,9 +99,10 @@ def whole_state(optimizer: Optimizer) -> dict[str, Any]:
     keeps = not dist.is_initialized() or dist.get_rank() == 0
 
     def whole(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            value = full_value(value)
-        return value.cpu() if keeps and isinstance(value, Tensor) else value if keeps else None
+        if not isinstance(value, Tensor):
+            return value if keeps else None
+        full = full_value(value) if isinstance(value, DTensor) else value
+        return full.detach().to("cpu", copy=True) if keeps else None
 
     state = tree_map(whole, optimizer.state_dict())
     return state if keeps else {}

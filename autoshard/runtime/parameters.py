@@ -181,16 +181,27 @@ def _copy_parameter(parameter: nn.Parameter | None, memo: dict[int, Any]) -> Non
 class StaleParameter(nn.Parameter):
     """What is left of a full parameter after sharding: empty, and loud when a loop still uses it."""
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises: whatever is computed of it would be of nothing. What it is (its dtype, say) may be asked."""
+        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            raise _stale()
+        return super(nn.Parameter, cls).__torch_function__(func, types, args, kwargs or {})
+
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Raises: nothing ever arrives here."""
-        raise StaleParameterError(
-            "this parameter was sharded by autoshard and is empty now; a list made before the first call "
-            "still holds it. Take the parameters from model.parameters() again after the first call"
-        )
+        raise _stale()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "StaleParameter(sharded by autoshard)"
+
+
+def _stale() -> StaleParameterError:
+    return StaleParameterError(
+        "this parameter was sharded by autoshard and is empty now; a list made before the first call, or another module "
+        "that shares it, still holds it. Take the parameters from model.parameters() again after the first call"
+    )
 
 
 def retire(parameter: nn.Parameter) -> None:

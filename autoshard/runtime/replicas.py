@@ -10,7 +10,7 @@ the same bits everywhere; what a process computes from them may not be on anothe
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,43 +19,40 @@ from autoshard.errors import DivergenceError
 from autoshard.runtime.agreement import Statement
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.fingerprint import fingerprints
-from autoshard.runtime.presence import Patience
-from autoshard.runtime.processes import World
-
-Seen = dict[str, int]
+from autoshard.runtime.meetings import Meetings
 
 
 @dataclass(eq=False)
 class Replicas:
-    """Of one sharded model; `topic` must be the same on all processes and new for each model. kind: what arithmetic this
-    process computes with."""
+    """Of one sharded model. kind: what arithmetic this process computes with."""
 
-    world: World
-    topic: str
+    meetings: Meetings
     kind: str
-    patience: Patience
     _steps: int = field(default=0, init=False)
 
-    def for_copy(self, number: int) -> Replicas:
-        """Those of the model's copy of this number."""
-        return Replicas(self.world, f"{self.topic}.{number}", self.kind, self.patience)
+    def of(self, topic: str) -> Replicas:
+        """Those of a copy of the model."""
+        return Replicas(self.meetings.of(f"{topic}.steps"), self.kind)
 
-    def before_step(self, parameters: Mapping[str, Tensor]) -> None:
-        """To be called before each step. parameters: those that are whole, by name. DivergenceError, on all processes, where
-        one of them or its gradient differs."""
+    def before_step(self, whole: Callable[[], Mapping[str, Tensor]]) -> None:
+        """To be called before each step. whole: gives the parameters that are, by name. DivergenceError, on all processes,
+        where one of them or its gradient differs."""
         self._steps += 1
-        if self._steps & (self._steps - 1):
+        due = self._steps & (self._steps - 1) == 0
+        if not due or not (parameters := whole()):
             return
-        here = self.world.agreement(f"{self.topic}.step{self._steps}", f"step {self._steps} of a sharded model", self.patience)
-        here.reach({"_kind": self.kind, "_seen": _seen(parameters)}, self._compare)
+        seen = _seen(parameters)
+        statement = {"_kind": self.kind, "_seen": list(seen.values())}
+        what = f"step {self._steps} of a sharded model"
+        self.meetings.meet(what, statement, lambda said: self._compare(list(seen), said))
 
-    def _compare(self, statements: list[Statement]) -> str:
-        first: dict[str, tuple[int, Seen]] = {}
+    def _compare(self, what: Sequence[str], statements: Sequence[Statement]) -> str:
+        first: dict[str, tuple[int, list[int | None]]] = {}
         for rank, said in enumerate(statements):
             before, expected = first.setdefault(said["_kind"], (rank, said["_seen"]))
-            for what in expected | said["_seen"]:
-                if expected.get(what) != said["_seen"].get(what):
-                    raise self._apart(what, rank, before)
+            for name, theirs, ours in zip(what, said["_seen"], expected, strict=True):
+                if theirs != ours:
+                    raise self._apart(name, rank, before)
         return ""
 
     def _apart(self, what: str, rank: int, before: int) -> DivergenceError:
@@ -67,9 +64,11 @@ class Replicas:
         )
 
 
-def _seen(parameters: Mapping[str, Tensor]) -> Seen:
-    """Of each parameter and each gradient, a checksum."""
-    tensors = {f"the gradient of {name!r}": local(p.grad) for name, p in parameters.items() if p.grad is not None}
-    tensors |= {f"parameter {name!r}": local(p) for name, p in parameters.items()}
-    marks = fingerprints(list(tensors.values()))
-    return {what: zlib.crc32(repr(mark).encode()) for what, mark in zip(tensors, marks)}
+def _seen(parameters: Mapping[str, Tensor]) -> dict[str, int | None]:
+    """Checksums of all gradients, None where there is none, and of all parameters."""
+    grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
+    marks = fingerprints([*grads.values(), *map(local, parameters.values())])
+    checksums = [zlib.crc32(repr(mark).encode()) for mark in marks]
+    of_grads = dict(zip(grads, checksums))
+    found: dict[str, int | None] = {f"the gradient of {name!r}": of_grads.get(name) for name in parameters}
+    return found | {f"parameter {name!r}": mark for name, mark in zip(parameters, checksums[len(grads) :])}

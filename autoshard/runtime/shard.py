@@ -130,16 +130,15 @@ class Sharder:
             self._storages[storage.data_ptr()] += 1
         self._storages[storage.data_ptr()] -= 1
         if self._storages[storage.data_ptr()] == 0:
-            if storage.resizable():
+            if storage.resizable():  # or it is not torch's own, such as a mapped file
                 storage.resize_(0)
-            else:  # memory that is not torch's own, such as a mapped file
-                parameter.data = parameter.data.new_empty(0)
+            parameter.data = parameter.data.new_empty(0)  # or who reads it would read what is not there
         retire(parameter)
 
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
         if group.degrees.gradient > 1 or not new.requires_grad:
             return
-        holder = Holder(where[0].module, where[0].attribute, self.mesh)
+        holder = Holder(where[0].module, where[0].attribute, self.mesh, self.accumulation.has_held)
         self.accumulation.holders.append(holder)
         for place in where:
             place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder.leaf

@@ -11,25 +11,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.family import members_of
 from autoshard.inventory import names_of
+from autoshard.ops.collectives import Collectives
 from autoshard.ops.early import Early
 from autoshard.plan import Plan
-from autoshard.runtime import fused_step, local_step, scaler
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
-from autoshard.runtime.lockstep import Call, Lockstep
-from autoshard.runtime.lost_peers import naming_lost_peers
-from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
+from autoshard.runtime.lockstep import Call, Lockstep, before_backward
 from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
 from autoshard.runtime.replicas import Replicas
@@ -44,7 +41,7 @@ ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 class ModelState:
     """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
-    compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
+    topic: of what processes say of it to each other: the same on all of them and new for each model. compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
     blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are known
     are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them.
     steps: how those that stepped did, by class. copied: how often it was. reporter: makes the report of this.
@@ -53,6 +50,7 @@ class ModelState:
     model: nn.Module
     plan: Plan
     world: World
+    topic: str
     mesh: DeviceMesh | None = None
     lockstep: Lockstep | None = None
     replicas: Replicas | None = None
@@ -89,12 +87,14 @@ class ModelState:
         """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
         accumulation = copy.deepcopy(self.accumulation, memo)
         self.copied += 1
+        topic = f"{self.topic}.{self.copied}"
         made = replace(
             self,
+            topic=topic,
             model=copy.deepcopy(self.model, memo),
             accumulation=accumulation,
-            lockstep=self.lockstep and self.lockstep.for_copy(self.copied),
-            replicas=self.replicas and self.replicas.for_copy(self.copied),
+            lockstep=self.lockstep and self.lockstep.of(topic),
+            replicas=self.replicas and self.replicas.of(topic),
             copied=0,
             compiled=set(),
             early=self.early and Early(),
@@ -111,53 +111,65 @@ class ModelState:
         self.ids = names_of(self.model)
         if not self.plan.leaves_alone:
             _live.add(self)
-            watch_steps()
         for module in self.model.modules():
             if any(isinstance(p, DTensor) for p in module._parameters.values()):
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
 
     def noting_parameters(
-        self, run: Callable[..., Any], positions: tuple[int, ...]
+        self, run: Callable[..., Any], positions: tuple[int, ...], collectives: Collectives
     ) -> Callable[..., Any]:
         """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep."""
 
         @functools.wraps(run)
         def noted(*args: Any) -> Any:
-            parameters = [args[i] for i in positions]
-            self._enter(parameters)
-            given = {id(p) for p in parameters}
-            self.compiled |= given
+            given, training = tuple(id(args[i]) for i in positions), torch.is_grad_enabled()
+            called = self._in_lockstep(given, training, collectives)
+            self.compiled.update(given)
             out = run(*args)
-            if self.accumulation.mode == "flush" and torch.is_grad_enabled():
-                self.accumulation.take(given)
+            called(out)
+            if self.accumulation.mode == "flush" and training:
+                self.accumulation.take(set(given))
             return out
 
         return noted
 
-    def _enter(self, parameters: Sequence[Tensor]) -> None:
-        """A call of a graph on these begins: in lockstep, where it will gather them or reduce their gradients."""
-        training, holds = torch.is_grad_enabled(), self.accumulation.mode == "hold"
-        reduces = training and not holds and any(p.requires_grad for p in parameters)
-        if self.lockstep is not None and (reduces or any(isinstance(p, DTensor) for p in parameters)):
-            self.lockstep.enter(Call(training, holds, tuple(map(id, parameters))), self.names)
+    def _in_lockstep(self, given: tuple[int, ...], training: bool, made: Collectives) -> Callable[[Any], None]:
+        """A graph is about to be called with these parameters: in lockstep, from its first collective on. What the function
+        is to be called with is what it gave."""
+        lockstep = self.lockstep
+        if lockstep is None or not (made.forward or (training and made.backward)):
+            return lambda out: None
+        call = Call(training, self.accumulation.mode == "hold", given, made.text, lockstep.skipped)
+        if made.forward:
+            lockstep.enter(call, self.names)
 
-    def check_before_step(self, optimizer: Optimizer, stepped: list[nn.Parameter], closure: bool) -> None:
-        """Refuses a step on gradients that no compiled graph reduced: processes would drift apart."""
-        if self.plan.sharded:
-            check_steps_on_shards(optimizer, closure)
+        def backward_comes() -> None:
+            if not made.forward:
+                lockstep.enter(call, self.names)
+            lockstep.skipped = False
+
+        return lambda out: before_backward(out, backward_comes) if training else None
+
+    def come(self, what: str) -> None:
+        """All processes must come to this before what communicates outside of graphs. DisagreementError if one does not."""
+        if self.plan.sharded and self.lockstep is not None:
+            self.lockstep.come(what)
+
+    def check_gradients(self, stepped: Sequence[nn.Parameter], stands_still: bool) -> None:
+        """Refuses a step on gradients that no compiled graph reduced, or not alike: processes would drift apart."""
         if self.accumulation.waiting():
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
         refuse_lost(self.residues, stepped)
         apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
-        if apart and not stands_still(optimizer):
+        if apart and not stands_still:
             raise DivergenceError(
                 f"parameter {apart[0]!r} got a gradient outside of any graph that autoshard compiled, so "
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
             )
-        if self.replicas is not None and (whole := self._whole()):
-            self.replicas.before_step(whole)
+        if self.replicas is not None and not stands_still:
+            self.replicas.before_step(self._whole)
 
     def _whole(self) -> dict[str, nn.Parameter]:
         """The parameters that all processes have whole."""
@@ -174,63 +186,16 @@ def copies() -> list[ModelState]:
     return list(_copies)
 
 
-@functools.cache
-def watch_steps() -> None:
-    """Installs, once, what surrounds every optimizer step, by torch's public hooks."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(optimizer))
-
-
-def _stepped(optimizer: Optimizer) -> None:
-    _after_step(optimizer)
-    if any(state.early for state in _live):  # few ask for it, and this is in every step
-        for early in sorted((s.early for s in _of(optimizer) if s.early), key=lambda early: early.number):
-            naming_lost_peers(early.start)()
-
-
-def _of(optimizer: Optimizer) -> list[ModelState]:
-    """The states of the models whose parameters an optimizer has."""
+def stepped_by(optimizer: Optimizer) -> list[ModelState]:
+    """The states of the models whose parameters an optimizer has, in the same order on all processes."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [state for state in _live if not parameters.isdisjoint(state.ids)]
+    found = [state for state in _live if not parameters.isdisjoint(state.ids)]
+    return sorted(found, key=lambda state: state.topic)
 
 
-def _after_step(optimizer: Optimizer) -> None:
-    local_step.after_step(optimizer)
-    fused_step.after_step(optimizer)
-
-
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _after_step(optimizer)  # where the last step failed, the hooks after it did not run
-    closure = kwargs.get("closure", next(iter(args[1:]), None)) is not None  # args[0] is the optimizer
-    states = _of(optimizer)
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for state in states:
-        state.check_before_step(optimizer, stepped, closure)
-    strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
-    if states and strange and not stands_still(optimizer):
-        raise DivergenceError(
-            f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
-            "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
-        )
-    sharded = any(state.plan.sharded for state in states)
-    if sharded:
-        scaler.check(optimizer, stepped)
-        scatter_loaded(optimizer)
-    how = _step(optimizer, closure, sharded, any(state.fuses for state in states))
-    for state in states:
-        state.steps[type(optimizer).__name__] = how
-
-
-def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> str:
-    """Prepares a step, or takes it; how, in words."""
-    fuses = fuses or optimizer in fused_step.asked_for
-    if how := fused_step.steps_itself(optimizer):
-        return how
-    if fuses and fused_step.before_step(optimizer, closure):
-        return "all parameters at once"
-    if sharded and local_step.before_step(optimizer, closure):
-        return "on rows, by torch"
-    return "by torch"
+def any_early() -> bool:
+    """Whether gathers start after steps of some optimizer."""
+    return any(state.early for state in _live)
 
 
 def make_unusable(model: nn.Module, error: Exception) -> None:
@@ -288,6 +253,7 @@ def gathered(state: ModelState) -> Iterator[None]:
     if state.accumulation.gathered:
         yield
         return
+    state.come("autoshard.gathered")
     swapped: list[Swapped] = []
     for places in places_of(state.model).values():
         shard = places[0].module._parameters[places[0].attribute]

@@ -1,0 +1,36 @@
+"""Agreements of all processes, one after the other, about one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autoshard.runtime.agreement import Agreement, Statement
+from autoshard.runtime.presence import Patience
+from autoshard.runtime.processes import World
+
+Decide = Callable[[list[Statement]], str]
+
+
+@dataclass(eq=False)
+class Meetings:
+    """Of which the store keeps the last one. topic: the same on all processes and new for each of these."""
+
+    world: World
+    topic: str
+    patience: Patience
+    _number: int = field(default=0, init=False)
+    _last: Agreement | None = field(default=None, init=False)
+
+    def of(self, topic: str) -> Meetings:
+        """Others, about something else."""
+        return Meetings(self.world, topic, self.patience)
+
+    def meet(self, what: str, statement: Statement, decide: Decide = lambda _: "") -> None:
+        """Comes to `what` with a statement; raises as `Agreement.reach`."""
+        self._number += 1
+        here = self.world.agreement(f"{self.topic}.{self._number}", what, self.patience)
+        here.reach(statement, decide)
+        if self.world.rank == 0 and self._last is not None:  # all are beyond it
+            self._last.forget()
+        self._last = here

@@ -1,0 +1,98 @@
+"""What surrounds every optimizer's step, by torch's public hooks: checks, then the step itself where we take it.
+
+[Note: Closures] A closure computes the gradients within the step. What looks at gradients then waits until it has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoshard.errors import DivergenceError
+from autoshard.runtime import fused_step, local_step, scaler
+from autoshard.runtime.lost_peers import naming_lost_peers
+from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
+from autoshard.runtime.state import ModelState, any_early, stepped_by
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Installs, once, what surrounds steps."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(optimizer))
+
+
+def _stepped(optimizer: Optimizer) -> None:
+    _after_step(optimizer)
+    if any_early():  # few ask for it, and this is in every step
+        for early in sorted((s.early for s in stepped_by(optimizer) if s.early), key=lambda early: early.number):
+            naming_lost_peers(early.start)()
+
+
+def _after_step(optimizer: Optimizer) -> None:
+    local_step.after_step(optimizer)
+    fused_step.after_step(optimizer)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The arguments of the step, where they are others."""
+    _after_step(optimizer)  # where the last step failed, the hooks after it did not run
+    states = stepped_by(optimizer)
+    sharded = any(state.plan.sharded for state in states)
+    closure = kwargs.get("closure", next(iter(args[1:]), None))  # args[0] is the optimizer
+    if sharded:
+        check_steps_on_shards(optimizer, closure is not None)
+        scatter_loaded(optimizer)
+    if closure is None:
+        _check_gradients(optimizer, states)
+    how = _step(optimizer, closure is not None, sharded, any(state.fuses for state in states))
+    for state in states:
+        state.steps[type(optimizer).__name__] = how
+    if closure is None or not states:
+        return None
+    return (args[0], *args[2:]), {**kwargs, "closure": _checked(closure, optimizer, states)}
+
+
+def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[ModelState]) -> Callable[[], Any]:
+    """The closure, and then what is said of its gradients."""
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        loss = closure()
+        _check_gradients(optimizer, states)
+        return loss
+
+    return checked
+
+
+def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    still = stands_still(optimizer)
+    for state in states:
+        state.check_gradients(stepped, still)
+    strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
+    if states and strange and not still:
+        raise DivergenceError(
+            f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
+            "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
+        )
+    if any(state.plan.sharded for state in states):
+        scaler.check(optimizer, stepped)
+
+
+def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> str:
+    """Prepares a step, or takes it; how, in words."""
+    fuses = fuses or optimizer in fused_step.asked_for
+    if how := fused_step.steps_itself(optimizer):
+        return how
+    if fuses and fused_step.before_step(optimizer, closure):
+        return "all parameters at once"
+    if sharded and local_step.before_step(optimizer, closure):
+        return "on rows, by torch"
+    return "by torch"
