@@ -60,8 +60,10 @@ def _states_of(optimizer: Optimizer) -> int:
 
 
 def stands_still(optimizer: Optimizer) -> bool:
-    """True of a step that changes no parameter: torch.distributed.checkpoint takes one to make state to load into."""
-    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+    """True of a step that changes no parameter: torch.distributed.checkpoint takes one to make state to load into. A rate
+    that lies on a GPU is not asked for, which would wait for it in each step; that one's lies on the CPU."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    return not any(isinstance(r, Tensor) and r.device.type != "cpu" for r in rates) and all(float(r) == 0.0 for r in rates)
 
 
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:

@@ -41,10 +41,11 @@ ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 class ModelState:
     """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
-    topic: of what processes say of it to each other: the same on all of them and new for each model. compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
-    blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are known
-    are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them.
-    steps: how those that stepped did, by class. copied: how often it was. reporter: makes the report of this.
+    topic: of what processes say of it to each other: the same on all of them and new for each model. copied: how often it
+    was. compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
+    blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are
+    known are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them. steps: how
+    those that stepped did, by class. reporter: makes the report of this.
     """
 
     model: nn.Module
