@@ -136,16 +136,30 @@ def test_a_process_that_is_too_slow_is_named() -> None:
 def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: str) -> None:
     body = f"""
     step = compiled(codegen={codegen!r}, timeout=20)
-    for i in range(9):
-        if i == 3 and rank == 1 and {moment!r} == "forward": os._exit(9)
+    for i in range(20):
+        if i == 14 and rank == 1 and {moment!r} == "forward": os._exit(9)
         loss = step(torch.randn(4, 8)).sum()
-        if i == 3 and rank == 1: os._exit(9)
+        if i == 14 and rank == 1: os._exit(9)
         loss.backward()
     """
     survivor, dead = launch(2, body)
     assert dead.code == 9
     assert survivor.code not in (0, -6), survivor.output
     assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
+
+
+@pytest.mark.full
+def test_a_process_that_dies_in_its_first_steps_is_named() -> None:
+    body = """
+    step = compiled(timeout=6)
+    for i in range(9):
+        if i == 3 and rank == 1: os._exit(9)
+        step(torch.randn(4, 8)).sum().backward()
+    """
+    survivor, dead = launch(2, body)
+    assert dead.code == 9
+    assert "DisagreementError: rank 1 did not come to training with 4 parameters" in survivor.output, survivor.output
+    assert "rank 1 is at" not in survivor.output
 
 
 @pytest.mark.full

@@ -178,13 +178,18 @@ def _copy_parameter(parameter: nn.Parameter | None, memo: dict[int, Any]) -> Non
         memo[id(parameter)] = made
 
 
+_HOW_IT_LIES = frozenset(
+    ["__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "untyped_storage", "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex"]
+)
+
+
 class StaleParameter(nn.Parameter):
     """What is left of a full parameter after sharding: empty, and loud when a loop still uses it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises: whatever is computed of it would be of nothing. What it is (its dtype, say) may be asked."""
-        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        """Raises: whatever is computed of it would be of nothing. How it lies may be asked, as those do who count memory."""
+        if getattr(func, "__name__", "") not in _HOW_IT_LIES:
             raise _stale()
         return super(nn.Parameter, cls).__torch_function__(func, types, args, kwargs or {})
 

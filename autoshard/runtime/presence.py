@@ -110,7 +110,9 @@ class _Watch:
         )
 
     def places(self, ranks: Sequence[int]) -> str:
-        """ " (rank 3 is at train.py:12 in load)": of those that gave signs."""
+        """ " (rank 3 is at train.py:12 in load)": of those that give signs."""
+        if self._limit is None:
+            return ""
         self._listen(ranks)
         known = [f"rank {r} is at {self._heard[r][0].split(' ', 1)[1]}" for r in ranks if r in self._heard]
         return f" ({', '.join(known)})" if known else ""
