@@ -285,10 +285,11 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
     try:
         for _, alike in itertools.groupby(sorted(wanted, key=_together), _together):
-            compared += compare(list(alike), scratch, machine.date)
+            compared = sorted(compared + compare(list(alike), scratch, machine.date), key=lambda c: _together(c.case))
+            write(compared, kind)  # should the next one fail
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    write(sorted(compared, key=lambda c: _together(c.case)), kind)
+    print(markdown(compared, kind))
     return 0
 
 
@@ -302,12 +303,10 @@ def earlier(kind: str, again: Sequence[Case]) -> list[Compared]:
 
 def write(compared: Sequence[Compared], kind: str) -> None:
     """The results, the page that shows them, and the bands of predictions."""
-    text = markdown(compared, kind)
-    (HERE.parent / "docs" / "accuracy.md").write_text(text)
+    (HERE.parent / "docs" / "accuracy.md").write_text(markdown(compared, kind))
     RESULTS.write_text(json.dumps({"machine": kind, "rows": [asdict(c) for c in compared]}, indent=1) + "\n")
     record = HERE.parent / "autoshard" / "cost_model" / "accuracy.json"
     record.write_text(json.dumps(bands(compared), indent=1) + "\n")
-    print(text)
 
 
 if __name__ == "__main__":

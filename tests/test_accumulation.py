@@ -141,7 +141,7 @@ def backward_behind_no_sync(zero: int) -> tuple[Tensor, Tensor]:
     return whole(model.up.weight.grad).detach(), alone.up.weight.grad
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [in_full(0), 1])
 def test_a_backward_may_come_behind_no_sync(two: Cluster, zero: int) -> None:
     for found, expected in two.run(backward_behind_no_sync, zero):
         torch.testing.assert_close(found, expected)
@@ -168,7 +168,7 @@ def step_with_closure(zero: int, inside: bool) -> tuple[str, list[Tensor]]:
     return said, [whole(model.up.weight).detach(), alone.up.weight.detach()]
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [in_full(0), 1])
 def test_a_closure_may_have_the_last_microbatch(two: Cluster, zero: int) -> None:
     for said, (found, expected) in two.run(step_with_closure, zero, False):
         assert said == "nothing"

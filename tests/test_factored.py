@@ -224,7 +224,7 @@ def test_rows_step_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
 
 @needs_triton
 @pytest.mark.full
-@pytest.mark.parametrize(("zero", "begun"), [(3, True), (0, False), (2, False)])
+@pytest.mark.parametrize(("zero", "begun"), [(3, True), in_full(0, False), in_full(2, False)])
 def test_kernels_step_rows_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
     for distance in two.run(trained, zero, begun, True):
         assert distance.worst <= TOLERANCE, distance
