@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
@@ -105,9 +106,20 @@ def state_dict(of: nn.Module | Optimizer) -> dict[str, Any]:
 
 
 def _apart(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The values, copies of those that training goes on with."""
-    live = {storage_of(local(t)) for t in (*model.parameters(), *model.buffers())}
-    return {k: v.clone() if isinstance(v, Tensor) and storage_of(v) in live else v for k, v in values.items()}
+    """The values, copies of those that training goes on with; what is tied stays so."""
+    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
+    live = {storage_of(t) for t in tensors if t.layout == torch.strided}
+    copies: dict[Any, Tensor] = {}
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or storage_of(value) not in live:
+            return value
+        place = storage_of(value), value.storage_offset(), value.shape, value.stride()
+        if place not in copies:
+            copies[place] = value.clone()
+        return copies[place]
+
+    return {key: own(value) for key, value in values.items()}
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class Compilation:
     inductor: bool
     phases: Phases
     wholes: dict[int, Whole] = field(default_factory=dict)
-    collectives: Collectives = field(default_factory=Collectives)
+    collectives: Collectives = field(default_factory=lambda: Collectives(()))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""

@@ -36,6 +36,7 @@ from autoshard.first_call import (
     refuse_what_cannot_be_sharded,
 )
 from autoshard.inventory import device_of
+from autoshard.ops.collectives import Collectives
 from autoshard.owner import find_owner, with_family
 from autoshard.passes import registry
 from autoshard.passes.base import Context
@@ -198,12 +199,13 @@ class Backend:
             fuses=self._fuses(inputs),
             early=state.early if state and not apart else None,
         )
-        compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases)
+        collectives = Collectives(tuple(context.parameters.values()))
+        compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases, collectives=collectives)
         with self._phases.phase("compile", "in all so far"):
             run = giving_leaves(compilation.compile(gm, inputs), inputs)
         if state and state.regions:
             state.regions.on = False  # see [Note: Regions]
-        return state.noting_parameters(run, tuple(context.parameters), compilation.collectives) if state else run
+        return state.noting_parameters(run, tuple(context.parameters), collectives) if state else run
 
     def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:
         """Once: what is behind a graph break is compiled apart, and gathers less far ahead."""

@@ -158,7 +158,7 @@ def test_a_process_that_dies_in_its_first_steps_is_named() -> None:
     """
     survivor, dead = launch(2, body)
     assert dead.code == 9
-    assert "DisagreementError: rank 1 did not come to training with 4 parameters" in survivor.output, survivor.output
+    assert "DisagreementError: rank 1 did not come to training, with collectives" in survivor.output, survivor.output
     assert "rank 1 is at" not in survivor.output
 
 
@@ -208,7 +208,7 @@ def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
     training, evaluating = launch(2, body)
     assert evaluating.code != 0 and training.code != 0
     assert (
-        "DisagreementError: rank 1 did not come to training with 4 parameters (0.weight to 2.bias;" in training.output
+        "DisagreementError: rank 1 did not come to training, with collectives" in training.output
     ), training.output
     assert "PeerLostError" in evaluating.output, evaluating.output
 

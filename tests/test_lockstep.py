@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autoshard.ops.collectives import Collectives
 from autoshard.runtime.lockstep import MOST, Call, Lockstep
 from autoshard.runtime.meetings import Meetings
 from autoshard.runtime.presence import Patience
@@ -20,7 +21,7 @@ from tests.cluster import Cluster
 from tests.parity import whole
 from tests.small import compiled_pair, config, in_full, inputs_of
 
-CALLS = [Call(training, False, parameters) for training in (True, False) for parameters in ((1,), (2,), (1, 2))]
+CALLS = [Call(training, collectives) for training in (True, False) for collectives in ("gather a", "gather b", "gather a\nreduce b")]
 
 
 class Recording(Lockstep):
@@ -37,7 +38,7 @@ class Recording(Lockstep):
         """How often it meets in these calls."""
         before = self.met
         for call in calls:
-            self.enter(call, lambda: {1: "one", 2: "two"})
+            self.enter(call)
         return self.met - before
 
 
@@ -73,12 +74,21 @@ def test_each_turn_to_evaluation_and_back_meets() -> None:
     assert found == [2 + 2 * MOST, 2 + MOST, 2]
 
 
-def test_calls_are_described_by_what_they_take() -> None:
-    names = {1: "one", 2: "two"}
-    assert Call(True, True, (1,)).described(names).startswith("training inside no_sync with 1 parameter (one), ")
-    calls = [Call(training, False, given) for training in (True, False) for given in ((1, 2), (2, 1), (1,), ())]
-    calls += [replace(calls[0], collectives="other"), replace(calls[0], skipped=True)]
-    assert len({call.described(names) for call in calls}) == len(calls)
+def test_calls_are_described_by_what_they_communicate() -> None:
+    calls = [*CALLS, Call(True, ""), replace(CALLS[0], skipped=True)]
+    assert len({call.described() for call in calls}) == len(calls)
+    assert CALLS[2].described().startswith("training, with collectives ") and CALLS[2].described().endswith(" of a to b")
+
+
+def test_a_graph_that_serves_several_blocks_is_told_by_the_one_it_is_called_with() -> None:
+    """In whatever order this process traced it, and for whichever block it compiled it first."""
+    names = {1: "first.weight", 2: "first.bias", 3: "second.weight", 4: "second.bias"}
+    one, other = Collectives(("first.weight", "first.bias")), Collectives(("second.bias", "second.weight"))
+    one.note([("gather", ("first.weight",)), ("gather", ("first.bias",))], [("reduce", ("first.bias",)), ("reduce", ("first.weight",))])
+    other.note([("gather", ("second.bias",)), ("gather", ("second.weight",))], [("reduce", ("second.weight",)), ("reduce", ("second.bias",))])
+    second = one.text((3, 4), lambda: names)
+    assert second == other.text((4, 3), lambda: names) and "second.bias" in second
+    assert one.text((1, 2), lambda: names) == other.text((2, 1), lambda: names) != second
 
 
 class Stack(nn.Module):
@@ -123,7 +133,7 @@ def test_processes_that_leave_out_other_blocks_are_told(two: Cluster, zero: int)
     said = two.answers(leave_out, zero, [[0, 0], [1, 1], [0, 0], [1, 0]])
     assert [kind for kind, _ in said] == ["error", "error"]
     texts = [text for _, (name, text, _) in said if name == "DisagreementError"]
-    assert texts and all("training with 4 parameters (blocks." in text for text in texts), said
+    assert texts and all("training, with collectives" in text and "blocks." in text for text in texts), said
 
 
 def test_processes_that_come_to_other_calls_are_both_told(two: Cluster) -> None:

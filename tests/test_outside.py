@@ -132,5 +132,5 @@ def evaluate_alone_first() -> None:
 
 def test_evaluation_on_one_process_before_the_first_step_is_refused(two: Cluster) -> None:
     for said in two.run(what_is_said, evaluate_alone_first):
-        assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call: 'training with"), said
-        assert "where rank 0 has 'evaluation with" in said
+        assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call: 'training, with"), said
+        assert "where rank 0 has 'evaluation, with" in said

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
 from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
+from autoshard.ops.collectives import Op
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
 from autoshard.ops.layout import Layout
 from autoshard.passes import group_parameters
@@ -69,10 +70,10 @@ def leads_to(node: Node, *targets: Any) -> bool:
     return callee(node).endswith(("to_local", "detach")) and all(leads_to(user, *targets) for user in node.users)
 
 
-def collectives(gm: GraphModule) -> list[str]:
-    """What a graph communicates as long as logical ops stand for it: the op, and the names of its parameters."""
+def collectives(gm: GraphModule) -> list[Op]:
+    """What a graph communicates as long as logical ops stand for it."""
     nodes = [n for n in gm.graph.nodes if _communicates(n)]
-    return [f"{n.target} {n.args[logical.NAMES[n.target]] if n.target in logical.NAMES else ''}" for n in nodes]
+    return [(str(n.target), tuple(str(n.args[logical.NAMES[n.target]]).split()) if n.target in logical.NAMES else ()) for n in nodes]
 
 
 def _communicates(node: Node) -> bool:

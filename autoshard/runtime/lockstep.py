@@ -20,33 +20,28 @@ from torch import Tensor
 
 from autoshard.errors import DisagreementError
 from autoshard.runtime.meetings import Meetings
-from autoshard.units import counted
 
 MOST = 8  # calls of one kind in a row that are told apart
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a compiled graph communicates. holds: whether it keeps its gradients to itself. parameters: ids, in
-    the order in which the graph takes them. collectives: of the graph and its backward, as text. skipped: whether the backward of the
-    training call before it has not come."""
+    """What one call of a compiled graph communicates, it and its backward, as text that is the same on all processes. skipped:
+    whether the backward of the training call before it has not come."""
 
     training: bool
-    holds: bool
-    parameters: tuple[int, ...]
-    collectives: str = ""
+    collectives: str
     skipped: bool = False
 
-    def described(self, names: dict[int, str]) -> str:
-        """The same text on all processes that make the same call."""
-        given = [names.get(each, "?") for each in self.parameters]
+    def described(self) -> str:
+        """In one line."""
+        lines = self.collectives.splitlines()
+        first = lines[0].rpartition(" ")[-1] if lines else "none"
         mode = "training" if self.training else "evaluation"
-        ends = "" if not given else f" ({given[0]})" if len(given) == 1 else f" ({given[0]} to {given[-1]})"
-        order = hashlib.sha256("\n".join([*given, self.collectives]).encode()).hexdigest()[:8]
-        return (
-            f"{mode}{' inside no_sync' * self.holds} with {counted(len(given), 'parameter', 'parameters')}{ends}, "
-            f"{'after a forward without backward, ' * self.skipped}collectives {order}"
-        )
+        last = lines[-1].rpartition(" ")[-1] if lines else "none"
+        code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
+        skipped = " after a forward without backward" * self.skipped
+        return f"{mode}{skipped}, with collectives {code} of {first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -73,15 +68,15 @@ class Lockstep:
         self._follows: dict[_Before, Call] = {}
         self.skipped = False
 
-    def enter(self, call: Call, names: Callable[[], dict[int, str]]) -> None:
-        """To be called before each call that communicates. names: of parameters, by id. DisagreementError if some process
-        does not come, or comes to another call."""
+    def enter(self, call: Call) -> None:
+        """To be called before each call that communicates. DisagreementError if some process does not come, or comes to
+        another call."""
         before, self.skipped = self._before, call.training
         self._before = before.then(call) if before else _Before(None, call)
         if before is None or before.last.training is not call.training:
-            self._meet(call.described(names()))
+            self._meet(call.described())
         elif self._follows.get(before) != call:
-            self._meet(call.described(names()))
+            self._meet(call.described())
             self._follows[before] = call
 
     def come(self, what: str) -> None:

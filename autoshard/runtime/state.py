@@ -140,13 +140,13 @@ class ModelState:
         lockstep = self.lockstep
         if lockstep is None or not (made.forward or (training and made.backward)):
             return lambda out: None
-        call = Call(training, self.accumulation.mode == "hold", given, made.text, lockstep.skipped)
+        call = Call(training, made.text(given, self.names), lockstep.skipped)
         if made.forward:
-            lockstep.enter(call, self.names)
+            lockstep.enter(call)
 
         def backward_comes() -> None:
             if not made.forward:
-                lockstep.enter(call, self.names)
+                lockstep.enter(call)
             lockstep.skipped = False
 
         return lambda out: before_backward(out, backward_comes) if training else None
@@ -173,8 +173,8 @@ class ModelState:
             self.replicas.before_step(self._whole)
 
     def _whole(self) -> dict[str, nn.Parameter]:
-        """The parameters that all processes have whole."""
-        named = self.model.named_parameters()
+        """The parameters that all processes have whole, of those that the plan knows."""
+        named = [(n, p) for n, p in self.model.named_parameters() if id(p) in self.ids]
         return {n: p for n, p in named if not isinstance(p, DTensor) or all(at.is_replicate() for at in p.placements)}
 
 

@@ -49,14 +49,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if sharded:
         check_steps_on_shards(optimizer, closure is not None)
         scatter_loaded(optimizer)
-    if closure is None:
+    if not callable(closure):
         _check_gradients(optimizer, states)
     how = _step(optimizer, closure is not None, sharded, any(state.fuses for state in states))
     for state in states:
         state.steps[type(optimizer).__name__] = how
-    if closure is None or not states:
+    if not callable(closure) or not states:
         return None
-    return (args[0], *args[2:]), {**kwargs, "closure": _checked(closure, optimizer, states)}
+    checked = _checked(closure, optimizer, states)
+    return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
 
 
 def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[ModelState]) -> Callable[[], Any]:
