@@ -69,14 +69,14 @@ class _Traced(Exception):
 @dataclass(frozen=True)
 class Compilation:
     """One graph to compile: the passes and what they need to know, and whether Inductor generates code. wholes: the inputs
-    that AOTAutograd takes whole, see [Note: Whole inputs]. collectives: what it will communicate, when it is compiled."""
+    that AOTAutograd takes whole, see [Note: Whole inputs]. collectives: is told what it communicates; None where nobody asks."""
 
     manager: PassManager
     context: Context
     inductor: bool
     phases: Phases
     wholes: dict[int, Whole] = field(default_factory=dict)
-    collectives: Collectives = field(default_factory=lambda: Collectives(()))
+    collectives: Collectives | None = None
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
@@ -141,7 +141,8 @@ class Compilation:
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
         halves = self._cut(self._joint(joint, self.context), inputs, **kwargs)
-        self.collectives.note(*map(graphs.collectives, halves))
+        if self.collectives is not None:
+            self.collectives.note(*map(graphs.collectives, halves))
         return halves
 
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
@@ -162,7 +163,8 @@ class Compilation:
         context = replace(self.context, phase=phase)
         if phase == "inference":
             gm = self._joint(gm, context)
-            self.collectives.note(graphs.collectives(gm))
+            if self.collectives is not None:
+                self.collectives.note(graphs.collectives(gm))
         return self.manager.run(("split", "code"), gm, context)
 
     def last(self, gm: GraphModule, phase: Phase) -> GraphModule:

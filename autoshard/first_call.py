@@ -273,8 +273,8 @@ class FirstCall:
                 sharder = Sharder(self.model, state.plan, state.mesh)
                 state.accumulation = sharder.accumulation
                 meetings = Meetings(self.world, self.topic, Patience(self.config.timeout, None, self.phases.warn))
-                state.lockstep = Lockstep(meetings.of(f"{self.topic}.calls"))
-                state.replicas = Replicas(meetings.of(f"{self.topic}.steps"), _arithmetic(device_of(self.model)))
+                state.lockstep = Lockstep(meetings.of("calls"))
+                state.replicas = Replicas(meetings.of("steps"), _arithmetic(device_of(self.model)))
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
         except Exception as error:

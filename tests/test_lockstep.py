@@ -31,7 +31,7 @@ class Recording(Lockstep):
         super().__init__(Meetings(World(0, 1, "cpu"), "", Patience(0.0, None, print)))
         self.met = 0
 
-    def _meet(self, what: str) -> None:
+    def come(self, what: str) -> None:
         self.met += 1
 
     def go_on(self, calls: Sequence[Call]) -> int:

@@ -58,9 +58,10 @@ def callee(node: Node) -> str:
 def written(gm: GraphModule) -> Callable[[Node], bool]:
     """Of a graph of Dynamo's: whether something in it writes in place to what a node gives, or to what shares its memory
     (`.data` does, whose version is its own)."""
-    values = [n.meta.get("example_value") for n in gm.graph.nodes]
-    storages = {torch_internals.storage_of(v) for v in values if isinstance(v, Tensor) and v.layout == torch.strided and v._version > 0}
-    return lambda node: torch_internals.storage_of(node.meta["example_value"]) in storages
+    values = {n: n.meta.get("example_value") for n in gm.graph.nodes}
+    storages = {n: torch_internals.storage_of(v) for n, v in values.items() if isinstance(v, Tensor) and v.layout == torch.strided}
+    written_to = {storage for n, storage in storages.items() if values[n]._version > 0}
+    return lambda node: storages.get(node) in written_to
 
 
 def leads_to(node: Node, *targets: Any) -> bool:
@@ -71,15 +72,15 @@ def leads_to(node: Node, *targets: Any) -> bool:
 
 
 def collectives(gm: GraphModule) -> list[Op]:
-    """What a graph communicates as long as logical ops stand for it."""
+    """What a graph communicates, before its messages are put together: each op is of one parameter still."""
     nodes = [n for n in gm.graph.nodes if _communicates(n)]
     return [(str(n.target), tuple(str(n.args[logical.NAMES[n.target]]).split()) if n.target in logical.NAMES else ()) for n in nodes]
 
 
 def _communicates(node: Node) -> bool:
-    if is_call(node, UNSHARD, UNSHARD_BUCKET):
-        return Layout.parse(str(node.args[2 if node.target is UNSHARD else 4])).sharded
-    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK)
+    if is_call(node, UNSHARD):
+        return Layout.parse(str(node.args[2])).sharded
+    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, MEAN_LOW_RANK)
 
 
 def gathers(node: Node) -> bool:

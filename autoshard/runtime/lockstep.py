@@ -35,12 +35,11 @@ class Call:
 
     def described(self) -> str:
         """In one line."""
-        lines = self.collectives.splitlines()
-        first = lines[0].rpartition(" ")[-1] if lines else "none"
+        lines = self.collectives.splitlines() or ["none"]
+        first, last = (line.rpartition(" ")[-1] for line in (lines[0], lines[-1]))
         mode = "training" if self.training else "evaluation"
-        last = lines[-1].rpartition(" ")[-1] if lines else "none"
-        code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
         skipped = " after a forward without backward" * self.skipped
+        code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
         return f"{mode}{skipped}, with collectives {code} of {first} to {last}"
 
 
@@ -74,20 +73,17 @@ class Lockstep:
         before, self.skipped = self._before, call.training
         self._before = before.then(call) if before else _Before(None, call)
         if before is None or before.last.training is not call.training:
-            self._meet(call.described())
+            self.come(call.described())
         elif self._follows.get(before) != call:
-            self._meet(call.described())
+            self.come(call.described())
             self._follows[before] = call
 
+    def for_copy(self, number: int) -> Lockstep:
+        """That of the model's copy of this number."""
+        return Lockstep(self._meetings.of(f"copy{number}"))
+
     def come(self, what: str) -> None:
-        """Meets the others before something that communicates and is no call. DisagreementError as above."""
-        self._meet(what)
-
-    def of(self, topic: str) -> Lockstep:
-        """That of a copy of the model."""
-        return Lockstep(self._meetings.of(f"{topic}.calls"))
-
-    def _meet(self, what: str) -> None:
+        """Meets the others before something that communicates. DisagreementError as above."""
         try:
             self._meetings.meet(f"{what}, of a sharded model", {"its call": what})
         except DisagreementError as error:

@@ -22,9 +22,9 @@ class Meetings:
     _number: int = field(default=0, init=False)
     _last: Agreement | None = field(default=None, init=False)
 
-    def of(self, topic: str) -> Meetings:
-        """Others, about something else."""
-        return Meetings(self.world, topic, self.patience)
+    def of(self, what: str) -> Meetings:
+        """Others, about a part of that."""
+        return Meetings(self.world, f"{self.topic}.{what}", self.patience)
 
     def meet(self, what: str, statement: Statement, decide: Decide = lambda _: "") -> None:
         """Comes to `what` with a statement; raises as `Agreement.reach`."""

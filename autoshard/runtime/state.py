@@ -88,14 +88,13 @@ class ModelState:
         """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
         accumulation = copy.deepcopy(self.accumulation, memo)
         self.copied += 1
-        topic = f"{self.topic}.{self.copied}"
         made = replace(
             self,
-            topic=topic,
+            topic=f"{self.topic}.{self.copied}",
             model=copy.deepcopy(self.model, memo),
             accumulation=accumulation,
-            lockstep=self.lockstep and self.lockstep.of(topic),
-            replicas=self.replicas and self.replicas.of(topic),
+            lockstep=self.lockstep and self.lockstep.for_copy(self.copied),
+            replicas=self.replicas and self.replicas.for_copy(self.copied),
             copied=0,
             compiled=set(),
             early=self.early and Early(),
