@@ -96,6 +96,7 @@ __all__ = [
     "share_memory",
     "suppressed_errors",
     "takes_scaled_gradients",
+    "within_step",
     "without_autograd_cache",
     "without_step_hooks",
     "wrap_compiled",
@@ -271,6 +272,13 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
     return optimizer
+
+
+def within_step(optimizer: torch.optim.Optimizer) -> bool:
+    """True, of a hook before or after a step, where that step is a part of another one of the same optimizer: of a subclass whose
+    step calls its parent's. Reads the frames of `profile_hook_step`'s `wrapper(*args, **kwargs)`. Seen: 2.11, 2.13."""
+    steps = (f for f in _frames() if f.f_code.co_name == "wrapper" and f.f_globals["__name__"] == "torch.optim.optimizer")
+    return sum(f.f_locals["args"][0] is optimizer for f in steps) > 1
 
 
 def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> None:

@@ -93,6 +93,55 @@ def test_a_penalty_on_weights_is_the_same_everywhere(two: Cluster, zero: int) ->
         assert said == "nothing" if zero == 0 else "DTensor" in said, said
 
 
+class Plain(torch.optim.Optimizer):
+    """Whose step fails when told to."""
+
+    fails = False
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.fails:
+            raise ArithmeticError
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+class Extended(Plain):
+    """Whose step is that of another class, and more. Hooks are around the inner one too where a plain one was made."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.param_groups[0]["lr"] *= 0.5
+
+
+def step_extended() -> tuple[str, str]:
+    """What is said of steps of an optimizer within whose steps rank 0 alone has hooks; and of one that fails between them."""
+    model, _, compiled = compiled_pair(config(0, timeout=10), Tied)
+    x = inputs_of(1)[0, dist.get_rank()]
+    if dist.get_rank() == 0:
+        Plain([nn.Parameter(x)])
+    optimizer = Extended(model.parameters())
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            compiled(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    said = what_is_said(steps, 1)
+    optimizer.fails = True
+    failed = what_is_said(steps, 1)
+    optimizer.fails = False
+    return failed, said + what_is_said(steps, 6)
+
+
+def test_a_step_within_a_step_is_not_counted(two: Cluster) -> None:
+    assert two.run(step_extended) == [("ArithmeticError: ", "nothingnothing")] * 2
+
+
 VALUES = {
     "odd": torch.randn(7),
     "two bytes each": torch.randn(3, 5).bfloat16(),

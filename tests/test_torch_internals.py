@@ -292,6 +292,26 @@ def test_step_hooks_of_one_optimizer_are_seen() -> None:
         assert torch_internals.has_step_hooks(optimizer)
 
 
+def test_a_step_within_a_step_is_seen() -> None:
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            other.step()
+            super().step(closure)
+
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)  # whose making surrounds SGD.step with hooks
+    outer = Outer([nn.Parameter(torch.ones(2))], lr=0.1)
+    seen: list[tuple[str, bool]] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append((type(optimizer).__name__, torch_internals.within_step(optimizer)))
+
+    for optimizer in (outer, other):
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(note)
+    outer.step()
+    assert seen == [("Outer", False), *[("SGD", False)] * 2, *[("Outer", True)] * 2, ("Outer", False)]
+
+
 def test_a_graph_break_has_the_user_s_line() -> None:
     found = []
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoshard import torch_internals
 from autoshard.errors import DivergenceError
 from autoshard.runtime import fused_step, local_step, scaler
 from autoshard.runtime.lost_peers import naming_lost_peers
@@ -29,6 +30,8 @@ def watch_steps() -> None:
 
 
 def _stepped(optimizer: Optimizer) -> None:
+    if torch_internals.within_step(optimizer):
+        return
     _after_step(optimizer)
     if any_early():  # few ask for it, and this is in every step
         for early in sorted((s.early for s in stepped_by(optimizer) if s.early), key=lambda early: early.number):
@@ -42,6 +45,8 @@ def _after_step(optimizer: Optimizer) -> None:
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The arguments of the step, where they are others."""
+    if torch_internals.within_step(optimizer):
+        return None
     _after_step(optimizer)  # where the last step failed, the hooks after it did not run
     states = stepped_by(optimizer)
     sharded = any(state.plan.sharded for state in states)
