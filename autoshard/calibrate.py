@@ -8,6 +8,7 @@ rows that were measured then would not go with the rest.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -26,6 +27,7 @@ from autoshard.codegen import has_compiler
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
+from autoshard.cost_model.kernels import passing
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.ops import wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
@@ -218,14 +220,16 @@ def _kernels(device: torch.device) -> Iterable[Row]:
         for c in (4, 32, 128):
             shapes = [(4, c, 16, 16), (c, c, 3, 3)]
             yield Row(f"convolution.{name}", 2 * 4 * 16 * 16 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
+    bytes = functools.partial(passing, device=device.type)
     for n in (2**8, 2**12, 2**15, 2**18, 2**20, 2**22):
         wide = [(max(n // 256, 1), 256)]
-        yield Row("pointwise", 12 * n, _chain(torch.ops.aten.add.Tensor, wide[0], device))
+        yield Row("pointwise", bytes(8 * n, 4 * n), _chain(torch.ops.aten.add.Tensor, wide[0], device))
         yield Row("hard", n, _turns(F.gelu, wide, torch.float32, device))
-        yield Row("reduction", 4 * n, _turns(lambda x: x.mean(-1), wide, torch.float32, device))
-        yield Row("random", 9 * n, _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
-        yield Row("copy", 8 * n, _turns(lambda x: x.t().contiguous(), wide, torch.float32, device))
-        yield Row("lookup", 8 * n, _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1, device=x.device)), wide, torch.float32, device))
+        yield Row("reduction", bytes(4 * n, 0), _turns(lambda x: x.mean(-1), wide, torch.float32, device))
+        yield Row("random", bytes(4 * n, 5 * n), _turns(lambda x: torch.native_dropout(x, 0.1, True), wide, torch.float32, device))
+        yield Row("masked", bytes(5 * n, 4 * n), _turns(_masked(wide[0], device), wide, torch.float32, device))
+        yield Row("copy", bytes(4 * n, 4 * n), _turns(lambda x: x.t().contiguous(), wide, torch.float32, device))
+        yield Row("lookup", bytes(4 * n, 4 * n), _turns(lambda x: x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1, device=x.device)), wide, torch.float32, device))
 
 
 def _packs(device: torch.device) -> Iterable[Row]:
@@ -237,7 +241,7 @@ def _packs(device: torch.device) -> Iterable[Row]:
             def pack(*rows: Tensor, n: int = n, layout: Layout = layout) -> object:
                 return wire.pack_shards(rows, ((2 * n,),) * PACKED, layout)
 
-            size = PACKED * n * (4 + dtype.itemsize)
+            size = passing(PACKED * n * 4, PACKED * n * dtype.itemsize, device.type)
             yield Row(table, size, _turns(pack, [(n,)] * PACKED, torch.float32, device))
 
 
@@ -257,6 +261,12 @@ def _attention(batch: int, length: int, dtype: torch.dtype, name: str, device: t
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return Row(f"attention.{name}", flops, _training(attend, [shape] * 3, dtype, device), 2)
+
+
+def _masked(shape: tuple[int, ...], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The backward of dropout."""
+    mask = torch.ones(shape, dtype=torch.bool, device=device)
+    return lambda grad: torch.ops.aten.native_dropout_backward(grad, mask, 1.1)
 
 
 def _three_matmuls(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -359,5 +369,6 @@ def _device(device: torch.device, tables: dict[str, Table]) -> Device:
         return replace(device_named_like(found.name, found.total_memory), tables=tables, source=source)
     flops = {name: tables[f"matmul.{name}"][-1] for name in ("fp32", "bf16")}
     size, seconds = tables["pointwise"][-1]
+    size *= 12 / passing(8, 4, device.type)  # as operations count what they read and write
     rates = {name: point[0] / point[1] for name, point in flops.items()}
     return replace(DEVICES["cpu"], flops=rates, bandwidth=size / seconds, launch=2e-6, tables=tables, source=source)

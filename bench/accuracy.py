@@ -8,7 +8,8 @@ Each configuration is measured in fresh processes of one thread. Predictions are
 meta device and from `autoshard calibrate` of as many processes, over the same links. On four processes only memory is
 compared: four on two cores measure little. Machines like this one are faster and slower by turns, so each model has a calibration
 just before it, and two probes, rows of what `calibrate` measured, are repeated between the steps: the error without what they say
-of the machine stands beside the error.
+of the machine stands beside the error. Where they say that the machine was another than at its calibration, the configuration is measured
+again, whatever its error, and the run in which the machine was most as it was counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ import zoo  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
-from autoshard.cost_model.kernels import BY_FLOPS, look_up  # noqa: E402
+from autoshard.cost_model.kernels import BY_FLOPS, look_up, passing  # noqa: E402
 from autoshard.cost_model.liveness import CATEGORIES  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 from autoshard.cost_model.program import Program  # noqa: E402
@@ -55,6 +56,7 @@ STATE = ("parameters", "optimizer", "buffers", "inputs")
 KEPT = ("parameters", "optimizer", "gradients")  # what can be measured by itself
 TIMED_ON = (1, 2)
 LIMITED = 1000  # Mbit/s, where the links are limited
+ALIKE, TRIES = 0.1, 3  # how much slower or faster than at its calibration a machine is the same; how often one is looked for
 Links = tuple[int, int]  # processes, Mbit/s
 
 
@@ -153,7 +155,7 @@ def predict(case: Case, clusters: dict[Links, Cluster]) -> tuple[dict[str, float
     at_the_step = dict(zip(CATEGORIES, curve.at()[-1]))
     found = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes, "share": share(program, took)}
     found |= {"probe": float(look_up(cluster.device.tables["matmul.fp32"], 2 * PROBE**3))}
-    found |= {"memory probe": float(look_up(cluster.device.tables["pointwise"], 12 * PROBE_MEMORY))}
+    found |= {"memory probe": float(look_up(cluster.device.tables["pointwise"], passing(8, 4, "cpu") * PROBE_MEMORY))}
     found |= {category: int(at_the_step[category]) for category in KEPT}  # type: ignore[index]
     return {**found, "step": plan.predicted.step_seconds or 0.0}, memory, plan
 
@@ -186,10 +188,21 @@ def compare(cases: Sequence[Case], scratch: Path, date: str) -> list[Compared]:
     clusters, compared = calibrated(scratch, dict.fromkeys(c.links for c in cases)), []
     for case in cases:
         predicted, categories, plan = predict(case, clusters)
-        compared.append(found := Compared(case, predicted, measure(case, plan, scratch), date, categories))
+        found = as_calibrated(case, lambda: Compared(case, predicted, measure(case, plan, scratch), date, categories))  # noqa: B023 - called here
+        compared.append(found)
         errors = f"peak {found.error('peak'):+.1%}, step {found.error('step'):+.1%}, machine {found.slower:.2f}"
         print(f"{case}: {errors}", flush=True)
     return compared
+
+
+def as_calibrated(case: Case, compare_once: Callable[[], Compared]) -> Compared:
+    """The one of several measurements in which the machine was most as it was when it was calibrated."""
+    found: list[Compared] = []
+    while len(found) < (TRIES if case.world in TIMED_ON else 1):
+        found.append(compare_once())
+        if abs(found[-1].slower - 1) <= ALIKE:
+            break
+    return min(found, key=lambda one: abs(one.slower - 1))
 
 
 def calibrated(scratch: Path, wanted: Iterable[Links]) -> dict[Links, Cluster]:
@@ -237,7 +250,8 @@ def markdown(compared: Sequence[Compared], machine: str) -> str:
         "in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from",
         "`autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times",
         "as long as in that calibration a matmul and a sum of two tensors took between the steps that were timed, each by its share of the",
-        "step; the last column is the error without it.\n",
+        f"step; the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured again, {TRIES} times at",
+        "most, and the run in which the machine was most as it had been counts, whatever its error.\n",
         "| configuration | held MB | measured | grads MB | measured | peak MB | measured | error | step ms | measured | error | machine | without |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]

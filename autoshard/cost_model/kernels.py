@@ -1,7 +1,7 @@
 """How long one operation takes on a device: from the device's measured tables, or by roofline where it has none.
 
 [Note: Tables] `autoshard calibrate` measures tables of (size, seconds). For kernels the size is FLOPs (matmul, convolution,
-attention) or bytes moved (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
+attention) or bytes that pass between processor and memory (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
 Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
 size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
 row, and costs nothing where it was not measured.
@@ -21,8 +21,13 @@ from autoshard.cost_model.work import Kind, Work
 # kernels reach of the memory's bandwidth.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.85
 BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
-_LIKE: dict[Kind, Kind] = {"other": "pointwise", "pack": "copy", "pack_cast": "copy"}
+_LIKE: dict[Kind, Kind] = {"other": "pointwise", "pack": "copy", "pack_cast": "copy", "masked": "pointwise"}
 Amount: TypeAlias = "float | NDArray[np.float64]"
+
+
+def passing(read: Any, written: Any, device: str) -> Any:
+    """Bytes that pass between processor and memory: a CPU reads what it is about to write, unless it has read it anyway."""
+    return read + written * (2 if device == "cpu" else 1)
 
 
 def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
@@ -30,19 +35,25 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     dispatcher comes before."""
     if work.kind == "view":
         return device.tables.get("view", ((1.0, 0.0),))[0][1]
-    size: Any = work.flops if work.kind in BY_FLOPS else work.read + work.written
+    bytes: Any = passing(work.read, work.written, device.name)
     table = _table(work, device)
     if table is None:
         return device.launch + _roofline(work, device)
     hard = device.tables.get("hard")
-    spent = look_up(table, size)
+    spent = look_up(table, bytes) if work.kind not in BY_FLOPS else _of_each(table, work)
     if hard is not None and np.any(work.hard):
         spent = np.maximum(spent, look_up(hard, work.hard / 3))
     memory = device.tables.get("pointwise")
     if work.kind in BY_FLOPS and memory is not None:  # of a few rows, a matmul reads little but the weights
-        spent = np.maximum(spent, look_up(memory, work.read + work.written))
+        spent = np.maximum(spent, look_up(memory, bytes))
     saved = max(table[0][1] - device.launch, 0.0) if fused else 0.0
     return np.maximum(spent - saved, device.launch) + (_one_by_one(work, device) if fused else 0.0)
+
+
+def _of_each(table: Table, work: Work) -> Amount:
+    """Of a batch of matmuls each is as fast as one of its size, without what a call takes."""
+    call, count = table[0][1], work.batch
+    return call + count * (look_up(table, work.flops / count) - call)
 
 
 def _one_by_one(work: Work, device: Device) -> Amount:

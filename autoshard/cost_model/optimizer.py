@@ -33,11 +33,11 @@ NAMED: dict[str, Make] = {
 @dataclass(frozen=True)
 class OptimizerMemory:
     """Bytes of one process. state: between steps. scratch: at the highest moment of a step, above that. moved: what each
-    of a step's operations reads and writes."""
+    of a step's operations reads (and writes there), and what it writes elsewhere."""
 
     state: int
     scratch: int
-    moved: tuple[int, ...] = ()
+    moved: tuple[tuple[int, int], ...] = ()
 
 
 def like(optimizer: Optimizer) -> Make:
@@ -96,16 +96,17 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
-        self.moved: list[int] = []
+        self.moved: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
-        self.moved.append(sum(map(_held, tree_leaves((args, kwargs, out)))))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = (StorageWeakRef(storage), _held(tensor))
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given]
+        written = sum(map(_held, made))
+        self.moved.append((sum(map(_held, tree_leaves((args, kwargs, out)))) - written, written))
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self.alive[storage._cdata] = (StorageWeakRef(storage), _held(tensor))
         self.alive = {k: entry for k, entry in self.alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out

@@ -16,13 +16,13 @@ from autoshard.cost_model.sizes import Open, Size, bytes_of
 class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
     optimizer: bytes of its state; scratch: bytes that its step takes for a while. apart: bytes of parameters that the
-    graphs do not use. moved: bytes that each of the optimizer's operations reads and writes."""
+    graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere."""
 
     categories: Mapping[int, Category]
     optimizer: Size
     scratch: Size
     apart: Size = 0
-    moved: tuple[int, ...] = ()
+    moved: tuple[tuple[int, int], ...] = ()
 
 
 def program_of(

@@ -21,6 +21,7 @@ from autoshard.cost_model.step import INDEX
 from autoshard.cost_model.timeline import Link, Sharing, Timeline
 from autoshard.cost_model.work import VIEW, Work, work_of
 
+Moved = Sequence[tuple[int, int]]
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -43,10 +44,10 @@ class StepTime:
 
 
 def step_time(
-    program: Program, moved: Sequence[int], cluster: Cluster, groups: Mapping[str, Group], fused: bool
+    program: Program, moved: Moved, cluster: Cluster, groups: Mapping[str, Group], fused: bool
 ) -> StepTime:
-    """The time of a program, sizes as they were in the trace. groups: of processes, by name. moved: bytes of
-    each of the optimizer's operations. fused: generated code."""
+    """The time of a program, sizes as they were in the trace. groups: of processes, by name. moved: see
+    `OptimizerMemory`. fused: generated code."""
 
     @functools.cache
     def spent(work: Work, generated: bool) -> float:
@@ -66,7 +67,7 @@ def step_time(
 
 
 def schedule(
-    program: Program, moved: Sequence[int], cluster: Cluster, groups: Mapping[str, Group], fused: bool
+    program: Program, moved: Moved, cluster: Cluster, groups: Mapping[str, Group], fused: bool
 ) -> Schedule:
     """The same step for many sizes at once."""
     return schedule_of(
@@ -81,8 +82,8 @@ def schedule(
     )
 
 
-def _optimizer(moved: Sequence[int], cluster: Cluster) -> float:
-    return sum(float(seconds(Work("pointwise", 0, bytes, 0), cluster.device)) for bytes in moved)
+def _optimizer(moved: Moved, cluster: Cluster) -> float:
+    return sum(float(seconds(Work("pointwise", 0, *bytes), cluster.device)) for bytes in moved)
 
 
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:

@@ -21,20 +21,23 @@ from torch.utils._pytree import tree_leaves
 from autoshard.cost_model.program import Operation, is_collective
 from autoshard.cost_model.sizes import Size, bytes_of, product, size_of
 
-Kind = Literal["matmul", "convolution", "attention", "pointwise", "reduction", "lookup", "copy", "random", "pack", "pack_cast", "view", "other", "collective", "wait"]
+Kind = Literal["matmul", "convolution", "attention", "pointwise", "reduction", "lookup", "copy", "random", "masked", "pack", "pack_cast", "view", "other", "collective", "wait"]
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# How long they take, in thirds of gelu's time, whose table stands for all: so it is on x86, of torch's kernels and Inductor's.
+# How long they take, in thirds of gelu's time, whose table stands for all: so it is on x86, of torch's kernels and Inductor's. Some of
+# torch's make several passes, or sum in float64.
 _HARD = {
     **dict.fromkeys(_names("rsqrt pow"), 1),
-    **dict.fromkeys(_names("exp expm1 sigmoid silu sin cos _softmax _safe_softmax _log_softmax _log_softmax_backward_data"), 2),
+    **dict.fromkeys(_names("exp expm1 sigmoid silu sin cos _softmax _log_softmax _log_softmax_backward_data"), 2),
     **dict.fromkeys(_names("erf gelu log log1p log2 softplus"), 3),
     **dict.fromkeys(_names("silu_backward gelu_backward"), 5),
+    **dict.fromkeys(_names("native_batch_norm_backward"), 6),
     **dict.fromkeys(_names("tanh mish"), 7),
+    **dict.fromkeys(_names("_safe_softmax native_batch_norm _native_batch_norm_legit_functional"), 12),
 }
 _LOOKUPS = _names("""
     embedding embedding_dense_backward reduce_sparse index _unsafe_masked_index gather scatter scatter_add index_put
@@ -52,6 +55,8 @@ _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
     iota scalar_tensor slice_scatter slice_backward select_backward stack
 """)
+_IN_ROWS = _names("clone cat copy copy_ _to_copy")  # as fast as any kernel, where what is next to each other stays so
+_MASKED = _names("native_dropout_backward")  # whose mask is of booleans, which become numbers first
 _PACKS = _names("pack_shards unpack_full pack_grads")
 _POINTWISE = _names("sum_direct")  # which adds up one part after the other, and has no tag
 
@@ -59,7 +64,8 @@ _POINTWISE = _names("sum_direct")  # which adds up one part after the other, and
 @dataclass(frozen=True)
 class Work:
     """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute, as so many thirds
-    of gelu's. serial: elements that generated code handles one by one: random numbers, and booleans that it stores."""
+    of gelu's. serial: elements that generated code handles one by one: random numbers, and booleans that it stores. batch: how many
+    matmuls it is, one after the other. written: to memory that nothing was read from."""
 
     kind: Kind
     flops: Size
@@ -68,12 +74,13 @@ class Work:
     hard: Size = 0
     dtype: str = "fp32"
     serial: Size = 0
+    batch: Size = 1
 
     def at(self, evaluate: Callable[[Size], Any]) -> Work:
         """The same with what its sizes come to."""
         read, written = evaluate(self.read), evaluate(self.written)
-        hard, serial = evaluate(self.hard), evaluate(self.serial)
-        return replace(self, flops=evaluate(self.flops), read=read, written=written, hard=hard, serial=serial)
+        hard, serial, batch = evaluate(self.hard), evaluate(self.serial), evaluate(self.batch)
+        return replace(self, flops=evaluate(self.flops), read=read, written=written, hard=hard, serial=serial, batch=batch)
 
     @property
     def guessed(self) -> bool:
@@ -94,7 +101,8 @@ def work_of(operation: Operation) -> Work:
         return Work(kind, 0, read, written, hard, _dtype(node), serial)
     read = _sum(bytes_of(t) for t in _given(node))
     written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
-    return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node), _drawn(node) + operation.masks)
+    serial = _drawn(node) + operation.masks
+    return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node), serial, _batch(node))
 
 
 def kind_of(node: Node) -> Kind:
@@ -112,7 +120,10 @@ def kind_of(node: Node) -> Kind:
         return "attention"
     if name in _PACKS:
         return "pack" if _dtypes(_given(node)) == _dtypes(tree_leaves(node.meta.get("val"))) else "pack_cast"
-    for kind, names in (("reduction", _REDUCTIONS), ("lookup", _LOOKUPS), ("copy", _COPIES), ("random", _RANDOM)):
+    if name in _IN_ROWS and not _turns(node):
+        return "pointwise"
+    found = (("reduction", _REDUCTIONS), ("lookup", _LOOKUPS), ("copy", _COPIES), ("random", _RANDOM), ("masked", _MASKED))
+    for kind, names in found:
         if name in names:
             return kind  # type: ignore[return-value]
     alike = Tag.pointwise in getattr(node.target, "tags", ()) or name in _HARD or name in _DRAWN or name in _POINTWISE
@@ -133,6 +144,21 @@ def flops_of(node: Node) -> Size:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     out = node.meta["val"]
     return size_of(count(*args, **kwargs, out_val=out))
+
+
+def _turns(node: Node) -> bool:
+    """Whether what lies next to each other in a copy does not in what is copied."""
+    result = _result(node)
+    if result is None:
+        return False
+    inner = [i for i in range(result.dim()) if size_of(result.stride(i)) == 1 and size_of(result.shape[i]) != 1]
+    alike = [t for t in _given(node) if t.dim() == result.dim()]
+    return any(size_of(t.stride(i)) not in (0, 1) for t in alike for i in inner)
+
+
+def _batch(node: Node) -> Size:
+    """How many matrices there are of each."""
+    return size_of(_given(node)[-1].shape[0]) if op_name(node) in ("bmm", "baddbmm") else 1
 
 
 def _hard(node: Node) -> Size:
