@@ -170,11 +170,11 @@ def _median(row: Row, device: torch.device) -> float:
     own = _timed(next(runs), device)
     once = _together(time.perf_counter() - start)
     if once > SECONDS_EACH:
-        return _together(own) / row.kernels
+        return _mean(own) / row.kernels
     count = max(3, min(200, int(SECONDS_EACH / max(once, 1e-6))))
     batch = max(1, int(1e-3 / max(once, 1e-6)))  # short ones are timed several at once
     found = [_timed_batch(runs, batch, device) for _ in range(-(-count // batch) if batch > 1 else count)]
-    return _together(statistics.median(found)) / row.kernels
+    return _mean(statistics.median(found)) / row.kernels
 
 
 def _timed(run: Run, device: torch.device) -> float:
@@ -193,11 +193,20 @@ def _timed_batch(runs: Iterator[Run], batch: int, device: torch.device) -> float
 
 def _together(seconds: float) -> float:
     """The slowest process's, so that all of them repeat equally often."""
+    return _of_all(seconds, dist.ReduceOp.MAX)
+
+
+def _mean(seconds: float) -> float:
+    """Over processes: which of them is the slowest changes, and by how much the slowest of a step comes later is `Sharing.skew`."""
+    return _of_all(seconds, dist.ReduceOp.SUM) / (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _of_all(seconds: float, operation: dist.ReduceOp.RedOpType) -> float:
     if not dist.is_initialized():
         return seconds
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
+    dist.all_reduce(value, operation)
     return float(value)
 
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -357,6 +358,39 @@ def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
     few_rows = Work("matmul", flops=2 * 32 * 2000**2, read=4 * 2000**2, written=0)
     assert seconds(few_rows, device) == pytest.approx(4 * 2000**2 / 1e9, rel=0.01)
     assert seconds(replace(few_rows, flops=2 * 2000**3, read=12 * 2000**2), device) > 12 * 2000**2 / 1e9
+
+
+def test_each_matmul_of_a_batch_is_as_fast_as_one_of_its_size() -> None:
+    device = replace(DEVICES["cpu"], tables={"matmul.fp32": ((1.0, 1e-5), (1e6, 1e-4), (1e9, 1e-3))})
+    one, small = Work("matmul", 10**9, 0, 0), Work("matmul", 10**6, 0, 0)
+    many = seconds(replace(one, batch=1000), device)
+    assert many == pytest.approx(1e-5 + 1000 * (seconds(small, device) - 1e-5)) and many > 50 * seconds(one, device)
+    assert seconds(replace(small, flops=0, batch=7), device) == pytest.approx(1e-5)
+
+
+def test_a_cpu_reads_what_it_is_about_to_write() -> None:
+    table = {"pointwise": ((1.0, 1e-9), (1e9, 1.0))}
+    cpu, gpu = (replace(DEVICES[name], tables=table, launch=0.0) for name in ("cpu", "h100"))
+    work = Work("pointwise", 0, 10**6, 10**6)
+    assert seconds(work, cpu) == pytest.approx(3e-3) and seconds(work, gpu) == pytest.approx(2e-3)
+
+
+COPIES = {
+    "in rows": (lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format), "pointwise"),
+    "turned": (lambda x: x.transpose(2, 3).clone(memory_format=torch.contiguous_format), "copy"),
+    "of one number": (lambda x: x[:, :, :, :1].expand(x.shape).clone(memory_format=torch.contiguous_format), "pointwise"),
+    "as it lies": (lambda x: x.transpose(2, 3).clone(), "pointwise"),
+    "together": (lambda x: torch.cat([x, x]), "pointwise"),
+    "zeros": (lambda x: torch.full_like(x, 0.0), "pointwise"),
+}
+
+
+@pytest.mark.parametrize("which", COPIES)
+def test_a_copy_costs_more_where_it_turns_what_it_copies(which: str) -> None:
+    copy, kind = COPIES[which]
+    graph = make_fx(copy, tracing_mode="fake")(torch.ones(2, 3, 4, 5)).graph
+    *_, made = (n for n in graph.nodes if n.op == "call_function")
+    assert work_of(Operation(made, "forward", (), ())).kind == kind
 
 
 def test_what_goes_inside_of_nodes_and_what_goes_between_them_have_links_of_their_own() -> None:

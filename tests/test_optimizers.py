@@ -115,6 +115,29 @@ def test_an_optimizer_steps_as_on_the_whole_model(two: Cluster, name: str, early
         assert state <= {"DTensor"}
 
 
+def train_compiled(name: str, zero: int, fuse: Any) -> Distance:
+    """Steps that torch.compile compiled too."""
+    model, plain, compiled = compiled_pair(config(zero, fuse_optimizer=fuse))
+    optimizer, reference = (OPTIMIZERS[name](m.parameters()) for m in (model, plain))
+    step = torch.compile(optimizer.step, backend="eager")
+    distance = Distance()
+    for inputs in inputs_of(4):
+        backward_beside(compiled, plain, inputs)
+        step()
+        reference.step()
+        for o in (optimizer, reference):
+            o.zero_grad()
+        see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("fuse", [False, "auto"])
+@pytest.mark.parametrize(("name", "zero"), [("AdamW", 3), ("SGD momentum", 0), ("own", 3)])
+def test_a_step_that_is_compiled_is_the_same_step(two: Cluster, name: str, zero: int, fuse: Any) -> None:
+    for distance in two.run(train_compiled, name, zero, fuse):
+        assert distance.worst <= TOLERANCE, distance
+
+
 def train_parts(zero: int) -> Distance:
     """An optimizer for each part of a model, one of them made later."""
     model, plain, compiled = compiled_pair(config(zero))

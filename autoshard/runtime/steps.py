@@ -1,5 +1,7 @@
 """What surrounds every optimizer's step, by torch's public hooks: checks, then the step itself where we take it.
 
+A compiled step has them between its graphs: Dynamo must not trace what looks at gradients and swaps parameters.
+
 [Note: Closures] A closure computes the gradients within the step. What looks at gradients then waits until it has run.
 """
 
@@ -9,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,11 +28,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 @functools.cache
 def watch_steps() -> None:
     """Installs, once, what surrounds steps."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(optimizer))
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_stepped))
 
 
-def _stepped(optimizer: Optimizer) -> None:
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
     if torch_internals.within_step(optimizer):
         return
     _after_step(optimizer)
