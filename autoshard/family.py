@@ -6,7 +6,7 @@ compiles for the first and finds again for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
@@ -26,7 +26,8 @@ def members_of(model: nn.Module) -> list[nn.Module]:
 
 
 def used_in(model: nn.Module, used: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that a first graph used; in a family every member uses those that the first one did."""
+    """The parameters that a first graph used; in a family every member uses those that the first one did, and those which that one
+    has not."""
     if not isinstance(model, Family):
         return list(used)
     ids = [id(p) for p in used]
@@ -34,5 +35,11 @@ def used_in(model: nn.Module, used: Sequence[nn.Parameter]) -> list[nn.Parameter
         names = {id(p): name for name, p in member.named_parameters()}
         found = [names[i] for i in ids if i in names]
         if found:
-            return [other.get_parameter(name) for other in model.children() for name in found]
+            return [p for other in model.children() for p in _alike(other, found, names.values())]
     return list(used)
+
+
+def _alike(member: nn.Module, used: Sequence[str], known: Collection[str]) -> list[nn.Parameter]:
+    """Of a member: the parameters of the names that are used, in that order, and those of names that are not known."""
+    own = dict(member.named_parameters())
+    return [own[name] for name in used if name in own] + [p for name, p in own.items() if name not in known]

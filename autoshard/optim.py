@@ -62,9 +62,19 @@ class _Fused(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of this class, or of torch.optim's of the same name."""
-        _refuse_others(self, state_dict)
-        super().load_state_dict(state_dict)
-        _widen(self, state_dict)
+        given = state_dict
+
+        def last(_: Optimizer, of_hooks: dict[str, Any]) -> None:
+            nonlocal given
+            given = of_hooks
+            _refuse_others(self, given)
+
+        handle = self.register_load_state_dict_pre_hook(last)  # behind the user's own, which may give another one
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        _widen(self, given)
         fused_step.forget(self)
 
 

@@ -10,10 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
@@ -33,7 +31,7 @@ def watch(is_ours: Callable[[Any], bool]) -> None:
             _refuse_skipped(optimizer, is_ours)
             _checked.add(optimizer)
 
-    register_optimizer_step_pre_hook(torch.compiler.disable(before_step))
+    torch_internals.surround_steps(before_step)
 
 
 def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:

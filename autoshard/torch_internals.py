@@ -39,8 +39,11 @@ from torch._library.fake_class_registry import (
     FakeScriptObject,  # seen: 2.11, 2.13; an opaque input while tracing
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # seen: 2.11, 2.13
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.fx.graph import _BoxedCodeGen
+from torch.optim import optimizer as optimizers
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
 
 __all__ = [
@@ -78,6 +81,7 @@ __all__ = [
     "input_position",
     "is_backward",
     "is_forward",
+    "is_scaled_step",
     "is_view",
     "job_store",
     "leave_as_they_lie",
@@ -94,7 +98,9 @@ __all__ = [
     "restart_trace",
     "rows_of_each",
     "share_memory",
+    "step_without_hooks",
     "suppressed_errors",
+    "surround_steps",
     "takes_scaled_gradients",
     "within_step",
     "without_autograd_cache",
@@ -262,9 +268,34 @@ def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     return where, str(reason.reason).strip().splitlines()[0]
 
 
+_own_step_hooks: set[int] = set()
+
+
+def surround_steps(before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
+    """Registers hooks of all optimizers' steps that `has_step_hooks` does not count. Seen: 2.11, 2.13."""
+    for hook, register in ((before, register_optimizer_step_pre_hook), (after, register_optimizer_step_post_hook)):
+        if hook is not None:
+            _own_step_hooks.add(register(torch.compiler.disable(hook)).id)  # type: ignore[attr-defined]
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if somebody registered hooks around this one optimizer's step. Seen: 2.11, 2.13."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """True if somebody else registered hooks around this optimizer's step, or around all. Seen: 2.11, 2.13."""
+    around_all = {*optimizers._global_optimizer_pre_hooks, *optimizers._global_optimizer_post_hooks} - _own_step_hooks
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or around_all)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """A step as its class has it, without what torch puts around it. Seen: 2.11, 2.13."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def is_scaled_step() -> bool:
+    """True, of a hook before a step, where a GradScaler that is not switched off takes that step. Reads the frame of
+    `GradScaler.step`. Seen: 2.11, 2.13."""
+    return any(f.f_code is GradScaler.step.__code__ and f.f_locals["self"].is_enabled() for f in _frames())
 
 
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -513,3 +513,68 @@ def sharded_masters() -> Distance:
 def test_masters_of_rows(two: Cluster) -> None:
     for distance in two.run(sharded_masters):
         assert distance.worst == 0, distance
+
+
+# --- what users do to an optimizer and its parameters
+
+
+def test_a_model_that_is_cast_after_a_step_steps_on() -> None:
+    for make in (lambda ps: autoshard.optim.SGD(ps, lr=0.1), lambda ps: autoshard.fuse(TORCHS["SGD"](ps))):
+        nets = [Net(), Net()]
+        nets[1].load_state_dict(nets[0].state_dict())
+        ours = make(nets[0].parameters())
+        options = {name: ours.defaults[name] for name in ("lr", "momentum", "dampening")}
+        optimizers = [ours, optim.SGD(nets[1].parameters(), **options)]
+        for x in (ALONE[0], ALONE[1].double(), ALONE[2].double()):
+            for net in nets:
+                net.to(x.dtype)(x).backward()
+            step_each(*optimizers)
+        assert all(p.dtype is torch.float64 for p in nets[0].parameters())
+        for p, q in zip(nets[0].parameters(), nets[1].parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_what_was_cast_without_its_state_is_named() -> None:
+    net = Net()
+    optimizer = OURS["SGD"](net.parameters())
+    net(ALONE[0]).backward()
+    step_each(optimizer)
+    net.double()(ALONE[1].double()).backward()
+    with pytest.raises(UnsupportedError, match="was cast to torch.float64 and its state not, which is torch.float32; torch.optim's may"):
+        optimizer.step()
+
+
+def test_state_of_no_parameter_is_left_alone() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = autoshard.fuse(optim.AdamW([p], lr=0.1, weight_decay=0.0))
+    optimizer.state["epoch"] = 3  # type: ignore[index, assignment]
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state["epoch"] == 3 and torch.allclose(p, torch.full((3,), 0.9))  # type: ignore[index, comparison-overlap]
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device() -> None:
+    for make in (OURS["AdamW"], OURS["SGD"], OURS["Lion"]):
+        p = nn.Parameter(torch.ones(64, 3))
+        optimizer, p.grad = make([p]), torch.ones(64, 3)
+        with torch.device("meta"):
+            assert fused_step.take(optimizer, optimizer.family, interpret=True) == ""
+        assert bool((p != 1).all())
+
+
+def test_what_a_hook_gives_is_loaded() -> None:
+    """Two parameters in another order, with masters."""
+    pairs = [[nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2)] for _ in range(2)]
+    saved, loaded = (autoshard.optim.AdamW(ps, master_weights=True) for ps in (pairs[0], pairs[1][::-1]))
+    for sign, p in zip((1, -1), pairs[0]):
+        p.grad = sign * torch.ones_like(p)
+    saved.step()
+
+    def other_way_round(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "state": {0: given["state"][1], 1: given["state"][0]}}
+
+    loaded.register_load_state_dict_pre_hook(other_way_round)
+    loaded.load_state_dict(saved.state_dict())
+    for p, q in zip(*pairs):
+        for key in ("exp_avg", "exp_avg_sq", "master"):
+            assert torch.equal(saved.state[p][key], loaded.state[q][key]), key

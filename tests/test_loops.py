@@ -25,6 +25,7 @@ from tests.small import (
     config,
     in_full,
     inputs_of,
+    step_each,
     what_is_said,
 )
 
@@ -264,19 +265,23 @@ def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
 
 
 def scaled_late(kind: str) -> tuple[list[bool], float, str]:
-    """(what was left as it was, the scale, what was refused): by default small parameters stay whole, and the first of all is."""
+    """(what was left as it was, the scale, what was refused): by default small parameters stay whole, and the first of all is. kind:
+    the optimizer's; of one that is refused since the scaler comes late, whether it stepped before."""
     torch.manual_seed(0)
     model = Net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if kind != "late" else None
-    below: Any = "auto" if kind != "late" else 10
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if "late" not in kind else None
+    below: Any = "auto" if "late" not in kind else 10
     compiled = torch.compile(model, backend=autoshard.backend(config(3, replicate_below=below)))
     compiled(inputs_of(1)[0, dist.get_rank()])
     parameters = sorted(model.parameters(), key=lambda p: p.numel())
-    make = autoshard.optim.Adafactor if kind == "Adafactor" else optim.RMSprop if kind == "late" else getattr(optim, kind)
+    make = autoshard.optim.Adafactor if kind == "Adafactor" else optim.RMSprop if "late" in kind else getattr(optim, kind)
     optimizer = make(parameters, lr=1e-2)
+    if kind == "later":
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+        step_each(optimizer)
     scaler = scaler or torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(compiled(inputs_of(1)[0, dist.get_rank()])).backward()
-    if dist.get_rank() == 1 and kind != "late":
+    if dist.get_rank() == 1 and "late" not in kind:
         model.up.weight.grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr, operator]
     before = [whole(p).detach().clone() for p in parameters]
     try:
@@ -293,8 +298,9 @@ def test_an_infinite_gradient_is_seen_where_the_first_is_small(two: Cluster, kin
         assert all(same) and scale == 512.0
 
 
-def test_a_scaler_that_comes_late_is_refused(two: Cluster) -> None:
-    assert all("Make the GradScaler before the model's first call" in text for *_, text in two.run(scaled_late, "late"))
+@pytest.mark.parametrize("kind", ["late", "later"])
+def test_a_scaler_that_comes_late_is_refused(two: Cluster, kind: str) -> None:
+    assert all("Make the GradScaler before the model's first call" in text for *_, text in two.run(scaled_late, kind))
 
 
 @pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
@@ -428,10 +434,35 @@ class Stack(nn.Module):
         return x
 
 
-def block_by_block(zero: int, depth: int, shared: bool, forgotten: int = 0) -> tuple[Distance, int]:
+class Some(nn.Module):
+    """Of several alike ones, which have not all the same parameters."""
+
+    def __init__(self, bias: bool, gate: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=bias)
+        self.gate = nn.Parameter(torch.rand(8)) if gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x) if self.gate is None else self.gate * self.linear(x))
+
+
+class Unlike(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Some(i % 2 == 0, i > 0) for i in range(depth + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def block_by_block(
+    zero: int, depth: int, shared: bool, forgotten: int = 0, build: Callable[[int], Any] = Stack
+) -> tuple[Distance, int]:
     """As one does for a fast start: each block in place, with one backend or its own, but for the last."""
     torch.manual_seed(0)
-    model = Stack(depth)
+    model = build(depth)
     plain, backend = rank0_copy(model), autoshard.backend(config(zero))
     for block in list(model.blocks)[: depth + 1 - forgotten]:
         block.compile(backend=backend if shared else autoshard.backend(config(zero)))
@@ -457,6 +488,12 @@ def test_blocks_may_be_compiled_one_by_one(two: Cluster, zero: int, depth: int, 
     for distance, graphs in two.run(block_by_block, zero, depth, shared):
         assert distance.worst <= TOLERANCE, distance
         assert graphs == (3 if shared else 0)
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_blocks_of_one_class_need_not_have_the_same_parameters(two: Cluster, zero: int) -> None:
+    for distance, _ in two.run(block_by_block, zero, 2, True, 0, Unlike):
+        assert distance.worst <= TOLERANCE, distance
 
 
 @pytest.mark.parametrize(

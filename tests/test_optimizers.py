@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoshard
 from autoshard.errors import UnsupportedError
@@ -39,6 +42,25 @@ class Mine(optim.AdamW):
 def grouped(parameters: Any) -> optim.Optimizer:
     first, *rest = parameters
     return optim.AdamW([{"params": [first], "lr": 0.1, "weight_decay": 0.0}, {"params": rest}], lr=0.01)
+
+
+def hooked_globally(parameters: Any) -> optim.Optimizer:
+    """With hooks around all optimizers' steps."""
+    optimizer = optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    this = weakref.ref(optimizer)
+
+    def clip(o: optim.Optimizer, *_: Any) -> None:
+        if o is this():
+            torch.nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 0.01)
+
+    def clamp(o: optim.Optimizer, *_: Any) -> None:
+        for p in o.param_groups[0]["params"] if o is this() else ():
+            p.detach().clamp_(-0.1, 0.1)
+
+    for handle in (register_optimizer_step_pre_hook(clip), register_optimizer_step_post_hook(clamp)):
+        weakref.finalize(optimizer, handle.remove)
+    return optimizer
 
 
 def hooked(parameters: Any) -> optim.Optimizer:
@@ -74,9 +96,10 @@ OPTIMIZERS: dict[str, Any] = {
     "own": Damped,
     "subclass": Mine,
     "hooked": hooked,
+    "hooked globally": hooked_globally,
 }
-ALWAYS = ("AdamW", "AdamW fused", "SGD momentum", "Adagrad", "own", "hooked")
-LOCALLY = OPTIMIZERS.keys() - {"own", "subclass", "hooked"}
+ALWAYS = ("AdamW", "AdamW fused", "SGD momentum", "Adagrad", "own", "hooked", "hooked globally")
+LOCALLY = OPTIMIZERS.keys() - {"own", "subclass", "hooked", "hooked globally"}
 
 
 def train(name: str, early: bool, zero: int) -> tuple[Distance, bool, set[str]]:
@@ -229,21 +252,28 @@ def test_what_cannot_step_on_shards_is_refused_by_name(two: Cluster, kind: str) 
         assert f"optimizer {kind.split()[0]}" in text and "cannot step on sharded parameters" in text
 
 
-def fail_in_a_step() -> tuple[bool, float]:
-    """A step that fails half way: the optimizer gets its DTensors back at the next one."""
+def fail_in_a_step(name: str, option: str) -> tuple[bool, bool, list[bool]]:
+    """(whether the optimizer has its parameters again, zero_grad's effect on these, and its state is of whole ones) after a step
+    that failed half way."""
     model, _, compiled = compiled_pair(config(3))
     x = inputs_of(1)[0, dist.get_rank()]
-    optimizer = optim.AdamW(model.parameters())
-    compiled(x).backward()
-    optimizer.param_groups[0]["betas"] = "wrong"
-    try:
-        optimizer.step()
-    except Exception:
-        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-    optimizer.step()
+    optimizer: Any = getattr(optim, name)(model.parameters())
+    for right in (optimizer.param_groups[0][option], "wrong"):
+        compiled(x).backward()
+        optimizer.param_groups[0][option] = right
+        try:
+            optimizer.step()
+        except (TypeError, ValueError):
+            assert right == "wrong"
+    optimizer.zero_grad()
     mine = optimizer.param_groups[0]["params"]
-    return all(a is b for a, b in zip(mine, model.parameters())), len(optimizer.state)
+    state = autoshard.state_dict(optimizer).get("state", {}).values()  # rank 0 has it
+    kept = [v.shape in {p.shape for p in mine} for s in state for v in s.values() if v.dim()]
+    return all(map(operator.is_, mine, model.parameters())), all(p.grad is None for p in mine), kept
 
 
-def test_a_step_that_failed_loses_nothing(two: Cluster) -> None:
-    assert two.run(fail_in_a_step) == [(True, 4)] * 2
+@pytest.mark.parametrize(("name", "option"), [("AdamW", "betas"), ("RMSprop", "alpha")])
+def test_a_step_that_failed_loses_nothing(two: Cluster, name: str, option: str) -> None:
+    first, second = two.run(fail_in_a_step, name, option)
+    assert first[:2] == second[:2] == (True, True)
+    assert all(first[2]) and len(first[2]) >= 4 and not second[2]

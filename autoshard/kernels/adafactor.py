@@ -198,7 +198,7 @@ class Passes:
         return (*sizes, *addresses, self._parts_at[i], i, found, means, means + stack, stack)
 
     def _sent(self, rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return sent(torch.tensor(rows, dtype=dtype), self._device)
+        return sent(torch.tensor(rows, dtype=dtype, device="cpu"), self._device)
 
     def _run(self, name: str, launch: _Launch, places: Tensor | None, *given: Tensor, **chosen: bool) -> None:
         count = launch.count if places is None else len(places)
@@ -218,9 +218,9 @@ def _begins(counts: Sequence[int]) -> list[int]:
 
 def _places(stacks: Sequence[int], each: Sequence[int]) -> Tensor:
     """[programs, 3]: which matrix, which of its stack, and which part of that, where `stacks` have so many parts each."""
-    counts, parts = torch.tensor(stacks) * torch.tensor(each), torch.tensor(each)
+    counts, parts = torch.tensor(stacks, device="cpu") * torch.tensor(each, device="cpu"), torch.tensor(each, device="cpu")
     matrix = torch.repeat_interleave(counts)
-    within = torch.arange(len(matrix)) - (counts.cumsum(0) - counts)[matrix]
+    within = torch.arange(len(matrix), device="cpu") - (counts.cumsum(0) - counts)[matrix]
     return torch.stack([matrix, within // parts[matrix], within % parts[matrix]], 1)
 
 

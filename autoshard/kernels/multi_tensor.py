@@ -166,13 +166,13 @@ def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, inte
     """Takes the step: everything that the rule writes is written in place."""
     device = tensors.columns["param"][0].device
     run = source.load(kernel.rule.name, kernel.source(), interpret)
-    numbers = torch.tensor([settings[name] for name in kernel.rule.settings], dtype=torch.float64)
+    numbers = torch.tensor([settings[name] for name in kernel.rule.settings], dtype=torch.float64, device="cpu")
     numbers = sent(numbers, device)
     rows = [_row(column) for column in zip(*(tensors.columns[name] for name in kernel.columns))]
-    table = sent(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(kernel.columns) + 1), device)
+    table = sent(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), len(kernel.columns) + 1), device)
     given = (numbers, tensors.steps, tensors.scale, tensors.infinite, table)
     for aligned in (True, False):
-        lengths = torch.tensor([row[0] if is_aligned(row) == aligned else 0 for row in rows], dtype=torch.int64)
+        lengths = torch.tensor([row[0] if is_aligned(row) == aligned else 0 for row in rows], dtype=torch.int64, device="cpu")
 
         def by(tile: tuning.Tile, aligned: bool = aligned, lengths: Tensor = lengths) -> None:
             places = sent(_chunks(lengths, tile["CHUNK"]), device)
@@ -195,9 +195,9 @@ def _tuned(kernel: Kernel, aligned: bool, count: int, by: Callable[[tuning.Tile]
 def _chunks(lengths: Tensor, size: int) -> Tensor:
     """For each program, which tensor it goes through and which chunk of that."""
     counts = (lengths + size - 1) // size
-    tensors = torch.arange(len(lengths)).repeat_interleave(counts)
+    tensors = torch.arange(len(lengths), device="cpu").repeat_interleave(counts)
     before = counts.cumsum(0) - counts
-    return torch.stack([tensors, torch.arange(len(tensors)) - before[tensors]], 1)
+    return torch.stack([tensors, torch.arange(len(tensors), device="cpu") - before[tensors]], 1)
 
 
 def _row(column: tuple[Tensor, ...]) -> tuple[int, ...]:

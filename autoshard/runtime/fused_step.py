@@ -13,7 +13,6 @@ in): then it counts, and its master is made of it anew.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
 from collections import defaultdict
@@ -165,9 +164,9 @@ class Held:
     kinds: list[tuple[Any, ...]]
     launches: list[Launch]
 
-    def holds(self, seen: list[Any]) -> bool:
-        """Whether these are the same objects, which lie as they did."""
-        same = len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen))
+    def holds(self, seen: list[Any], kinds: list[tuple[Any, ...]]) -> bool:
+        """Whether these are the same objects, which lie as they did, and so are parameters."""
+        same = len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen)) and kinds == self.kinds
         lying = (p for launch in self.launches for p in (*launch.rows.params, *launch.rows.copies))
         return same and all(map(Tensor.is_contiguous, lying))
 
@@ -183,25 +182,28 @@ def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
 def _seen(optimizer: Optimizer, family: Family, stepped: list[nn.Parameter]) -> list[Any]:
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
     moved or cast stays itself and gets other rows."""
-    values = list(itertools.chain.from_iterable(map(dict.values, optimizer.state.values())))
+    values = [value for kept in optimizer.state.values() if isinstance(kept, dict) for value in kept.values()]  # a user's own are anything
     groups, held = optimizer.param_groups, [*stepped, *values]
     return [*groups, *map(family.rule, groups), *held, *torch_internals.rows_of_each(held)]
 
 
 def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
     """In what a gradient must be as its parameter is."""
-    return [(t.dtype, t.layout, t.placements if isinstance(t, DTensor) else None) for t in tensors]
+    return [(t.dtype, t.layout, t.device, t.placements if isinstance(t, DTensor) else None) for t in tensors]
 
 
-def _unfit(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
+def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:
     rows = local(parameter)
     if rows.device.type not in ("cpu", "cuda") or rows.dtype not in multi_tensor.TYPES:
         return f"a parameter of shape {tuple(parameter.shape)} of {rows.dtype} on {rows.device.type}"
     if rows.is_cuda and find_spec("triton") is None:
         return "on a GPU without Triton"
-    states = (local(value) for key, value in state.items() if key != "step" and isinstance(value, Tensor))
+    states = [local(value) for key, value in state.items() if key != "step" and isinstance(value, Tensor)]
     if not all(v.is_contiguous() and v.shape == rows.shape for v in (rows, *states)):
         return f"a parameter of shape {tuple(rows.shape)} that, or whose state, is not contiguous or of that shape"
+    cast = next((v.dtype for v in states if v.dtype != rows.dtype), rows.dtype)
+    if rows.device.type == "cpu" and cast != rows.dtype and not (mastered and rows.dtype in multi_tensor.HALVES):
+        return f"a parameter of shape {tuple(rows.shape)} that was cast to {rows.dtype} and its state not, which is {cast}"
     return ""
 
 
@@ -216,10 +218,11 @@ def take(
     for tests.
     """
     stepped = stepped_by(optimizer)
-    seen, held = _seen(optimizer, family, stepped), _held.get(optimizer)
-    if held is None or not held.holds(seen):
-        reason = next((r for p in stepped if (r := _unfit(p, optimizer.state.get(p, {})))), "")
-        held = Held(seen, _kinds(stepped), [] if reason else _launches(optimizer, family))
+    seen, kinds, held = _seen(optimizer, family, stepped), _kinds(stepped), _held.get(optimizer)
+    if held is None or not held.holds(seen, kinds):
+        mastered = getattr(optimizer, "master_weights", False)
+        reason = next((r for p in stepped if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), "")
+        held = Held(seen, kinds, [] if reason else _launches(optimizer, family))
     else:
         reason = ""
     if reason or (reason := _unfit_gradients(stepped, held.kinds)):
@@ -363,7 +366,6 @@ def forget(optimizer: Optimizer) -> None:
 # --- in the place of torch.optim's own step
 
 asked_for: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
 def steps_itself(optimizer: Optimizer) -> str:
@@ -390,19 +392,8 @@ def unfusable(optimizer: Optimizer) -> str:
     return f"{chosen[0]}=True says how it steps" if chosen else ""
 
 
-def before_step(optimizer: Optimizer, closure: bool) -> bool:
-    """Takes the step that is about to begin, if it can, and leaves torch's own nothing to do. True if it did."""
+def take_over(optimizer: Optimizer, closure: bool) -> bool:
+    """Takes a step of one of torch.optim's; False if it cannot."""
     if closure or unfusable(optimizer) or torch_internals.has_step_hooks(optimizer):
         return False
-    if take(optimizer, FAMILIES[type(optimizer)], lambda: gradients_of(optimizer)):
-        return False
-    _out[optimizer] = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = []
-    return True
-
-
-def after_step(optimizer: Optimizer) -> None:
-    """To be called just after it."""
-    for group, parameters in zip(optimizer.param_groups, _out.pop(optimizer, [])):
-        group["params"] = parameters
+    return not take(optimizer, FAMILIES[type(optimizer)], lambda: gradients_of(optimizer))

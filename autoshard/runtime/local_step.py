@@ -3,14 +3,12 @@ do to it in the whole.
 
 [Note: Local steps] A step on DTensors pays their dispatch for every op on every parameter, and some optimizers fail
 on them. So for the length of one `step()` the optimizer holds plain tensors: leaves over the rows, their gradients,
-and its state, all in the storage of the DTensors; and after it DTensors again, those of new state too. torch's
-public hooks around a step do this. Where a user's own hook would see the rows, or a closure computes gradients within
-the step, the optimizer steps on DTensors as it did.
+and its state, all in the storage of the DTensors; and after it, whether it failed or not, DTensors again, those of new state too. Where
+a user's own hook would see the rows, or a closure computes gradients within the step, the optimizer steps on DTensors as it did.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,12 +38,17 @@ ELEMENTWISE = frozenset(
 
 
 def can_step_locally(optimizer: Optimizer) -> bool:
-    """True of exactly torch's own classes: a subclass may do anything in its step."""
+    """True of exactly torch's own classes: a subclass may do anything in its step. In a step that is compiled Dynamo has set
+    "capturable", with which torch's eager steps refuse a CPU."""
     return (
         type(optimizer) in ELEMENTWISE
         and not torch_internals.has_step_hooks(optimizer)
-        and not any(group.get("differentiable") for group in optimizer.param_groups)
+        and not any(group.get("differentiable") or _captured_on_cpu(group) for group in optimizer.param_groups)
     )
+
+
+def _captured_on_cpu(group: dict[str, Any]) -> bool:
+    return bool(group.get("capturable")) and any(p.device.type == "cpu" for p in group["params"])
 
 
 @dataclass
@@ -109,22 +112,17 @@ def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
     return dtensor_of(value, parameter, parameter.device_mesh, parameter.placements)
 
 
-_out: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
-
-
-def before_step(optimizer: Optimizer, closure: bool) -> bool:
-    """To be called just before a step of an optimizer that has sharded parameters. True if it is on rows."""
+def take_over(optimizer: Optimizer, closure: bool) -> bool:
+    """Takes a step of an optimizer that has sharded parameters, on rows; False if it cannot."""
     if closure or not can_step_locally(optimizer) or not _gradients_lie_as_parameters(optimizer):
         return False
-    _out[optimizer] = LocalStep(optimizer)
-    _out[optimizer].enter()
-    return True
-
-
-def after_step(optimizer: Optimizer) -> None:
-    """To be called just after it; where a step failed, before the next."""
-    if (step := _out.pop(optimizer, None)) is not None:
+    step = LocalStep(optimizer)
+    try:
+        step.enter()
+        torch_internals.step_without_hooks(optimizer)
+    finally:
         step.leave()
+    return True
 
 
 def _gradients_lie_as_parameters(optimizer: Optimizer) -> bool:

@@ -8,18 +8,15 @@ GradScaler is there at the first call no parameter stays whole, and before steps
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive
-
-_scaled: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # those that stepped
 
 
 def is_there() -> bool:
@@ -27,11 +24,9 @@ def is_there() -> bool:
     return any(scaler.is_enabled() for scaler in alive(GradScaler))
 
 
-def check(optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
-    """Refuses a step whose infinite gradients processes would not agree on."""
-    if optimizer not in _scaled:
-        _scaled[optimizer] = is_there()
-    if not _scaled[optimizer]:
+def check(stepped: Sequence[nn.Parameter]) -> None:
+    """Refuses a scaled step whose infinite gradients processes would not agree on."""
+    if not torch_internals.is_scaled_step():
         return
     first: dict[object, DTensor] = {}
     for grad in (p.grad for p in stepped if isinstance(p.grad, DTensor)):

@@ -8,12 +8,12 @@ A compiled step has them between its graphs: Dynamo must not trace what looks at
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
@@ -25,32 +25,20 @@ from autoshard.runtime.state import ModelState, any_early, stepped_by
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+_out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.WeakKeyDictionary()
+
+
 @functools.cache
 def watch_steps() -> None:
     """Installs, once, what surrounds steps."""
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
-    register_optimizer_step_post_hook(torch.compiler.disable(_stepped))
-
-
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    if torch_internals.within_step(optimizer):
-        return
-    _after_step(optimizer)
-    if any_early():  # few ask for it, and this is in every step
-        for early in sorted((s.early for s in stepped_by(optimizer) if s.early), key=lambda early: early.number):
-            naming_lost_peers(early.start)()
-
-
-def _after_step(optimizer: Optimizer) -> None:
-    local_step.after_step(optimizer)
-    fused_step.after_step(optimizer)
+    torch_internals.surround_steps(_before_step, _stepped)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """The arguments of the step, where they are others."""
     if torch_internals.within_step(optimizer):
         return None
-    _after_step(optimizer)  # where the last step failed, the hooks after it did not run
+    _give_back(optimizer)  # where the last step was interrupted, the hooks after it did not run
     states = stepped_by(optimizer)
     sharded = any(state.plan.sharded for state in states)
     closure = kwargs.get("closure", next(iter(args[1:]), None))  # args[0] is the optimizer
@@ -59,13 +47,36 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         scatter_loaded(optimizer)
     if not callable(closure):
         _check_gradients(optimizer, states)
-    how = _step(optimizer, closure is not None, sharded, any(state.fuses for state in states))
+    how, taken = _step(optimizer, closure is not None, sharded, any(state.fuses for state in states))
     for state in states:
         state.steps[type(optimizer).__name__] = how
+    if taken:
+        _leave_nothing_to_do(optimizer)
     if not callable(closure) or not states:
         return None
     checked = _checked(closure, optimizer, states)
     return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    if torch_internals.within_step(optimizer):
+        return
+    _give_back(optimizer)
+    if any_early():  # few ask for it, and this is in every step
+        for early in sorted((s.early for s in stepped_by(optimizer) if s.early), key=lambda early: early.number):
+            naming_lost_peers(early.start)()
+
+
+def _leave_nothing_to_do(optimizer: Optimizer) -> None:
+    """Of torch's own step, which still comes."""
+    _out[optimizer] = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = []
+
+
+def _give_back(optimizer: Optimizer) -> None:
+    for group, parameters in zip(optimizer.param_groups, _out.pop(optimizer, [])):
+        group["params"] = parameters
 
 
 def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[ModelState]) -> Callable[[], Any]:
@@ -92,16 +103,15 @@ def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
         )
     if any(state.plan.sharded for state in states):
-        scaler.check(optimizer, stepped)
+        scaler.check(stepped)
 
 
-def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> str:
-    """Prepares a step, or takes it; how, in words."""
-    fuses = fuses or optimizer in fused_step.asked_for
+def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> tuple[str, bool]:
+    """How a step is taken, in words, and whether it was."""
     if how := fused_step.steps_itself(optimizer):
-        return how
-    if fuses and fused_step.before_step(optimizer, closure):
-        return "all parameters at once"
-    if sharded and local_step.before_step(optimizer, closure):
-        return "on rows, by torch"
-    return "by torch"
+        return how, False
+    if (fuses or optimizer in fused_step.asked_for) and fused_step.take_over(optimizer, closure):
+        return "all parameters at once", True
+    if sharded and local_step.take_over(optimizer, closure):
+        return "on rows, by torch", True
+    return "by torch", False
