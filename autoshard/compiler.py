@@ -115,8 +115,10 @@ class Backend:
         self, model: nn.Module, whole: nn.Module, look: Callable[[], FirstGraph | None]
     ) -> ModelState | None:
         """Plans and shards `whole`, of which `model` is called; None where there is no graph to look at."""
+        training = torch.is_grad_enabled()
         try:
-            state = self._planned(model, whole, look)
+            with torch.inference_mode(False), torch.set_grad_enabled(training):  # or parameters could never be trained
+                state = self._planned(model, whole, look)
         finally:
             self._end_signs()
         if state is not None:

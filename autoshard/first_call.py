@@ -357,12 +357,16 @@ def _refuse_ddp_around(model: nn.Module) -> None:
 
 
 def refuse_unplanned(state: ModelState, inputs: Sequence[Any]) -> None:
-    """A graph may only train parameters that were there at the first call: others would not be reduced."""
+    """A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
+    rows would be taken for them, trained or not."""
+    names = state.names()
     for x in inputs:
-        if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in state.ids:
+        if not isinstance(x, nn.Parameter) or id(x) in state.ids:
+            continue
+        if x.requires_grad or (state.plan.sharded and id(x) in names):
             raise UnsupportedError(
-                f"parameter {state.names().get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
-                "of another model; add parameters before the first call"
+                f"parameter {names.get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
+                "of another model; add parameters before the first call, and give one that is there other values by load_state_dict"
             )
 
 

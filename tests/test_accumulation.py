@@ -126,6 +126,69 @@ def test_what_is_held_counts_once_around_no_grad(two: Cluster, zero: int) -> Non
         torch.testing.assert_close(found, expected)
 
 
+def replaced_inside(zero: int) -> list[tuple[Tensor, Tensor]]:
+    """(gradients, wanted) after a backward outside, where what one inside left had another tensor put in its place."""
+    model, plain, compiled = compiled_pair(config(zero))
+    inputs, found = inputs_of(3), []
+    for x in inputs:
+        with autoshard.no_sync(compiled):
+            compiled(x[dist.get_rank()]).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad = 0.5 * p.grad
+        compiled(x[dist.get_rank()]).backward()
+        for own in x:
+            (1.5 * plain(own) / len(x)).backward()
+        found += [(whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters()) if p.grad is not None]
+        for m in (model, plain):
+            m.zero_grad()
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("zero", [0, in_full(1)])
+def test_what_replaces_a_held_gradient_is_held(two: Cluster, zero: int) -> None:
+    for found in two.run(replaced_inside, zero):
+        for gradient, expected in found:
+            torch.testing.assert_close(gradient, expected)
+
+
+class Frozen(nn.Module):
+    """Of which a part may be used without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor, training: bool = True) -> Tensor:
+        with torch.set_grad_enabled(training):
+            x = self.up(x)
+        return self.down(x.relu()).pow(2).mean()
+
+
+def not_used_outside(zero: int) -> tuple[str, list[tuple[Tensor, Tensor]]]:
+    """What is said of a step while a gradient waits that the graph outside did not take; and (gradients, wanted) once one has."""
+    model, plain, compiled = compiled_pair(config(zero), Frozen)
+    x = inputs_of(1)[0]
+    compiled(x[dist.get_rank()])
+    with autoshard.no_sync(compiled):
+        compiled(x[dist.get_rank()]).backward()
+    compiled(x[dist.get_rank()], False).backward()
+    said = what_is_said(torch.optim.SGD(model.parameters(), lr=0.1).step)
+    compiled(x[dist.get_rank()]).backward()
+    for own in x:
+        for training in (True, False, True):
+            (plain(own, training) / len(x)).backward()
+    return said, [(whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters())]  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 1])
+def test_what_a_graph_does_not_reduce_goes_on_waiting(two: Cluster, zero: int) -> None:
+    for said, found in two.run(not_used_outside, zero):
+        assert "gradients of backwards inside no_sync still wait" in said
+        for gradient, expected in found:
+            torch.testing.assert_close(gradient, expected)
+
+
 def backward_behind_no_sync(zero: int) -> tuple[Tensor, Tensor]:
     """Gradients of forwards inside no_sync whose backwards come outside of it, and of one outside."""
     model, alone, compiled = compiled_pair(config(zero))

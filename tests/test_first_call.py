@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -67,6 +68,40 @@ def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
 
 
 # --- which module is found
+
+
+class Beside(nn.Module):
+    """A buffer that lies beside a parameter in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.arange(72.0)
+        self.weight = nn.Parameter(flat[:64].view(8, 8))
+        self.register_buffer("bias", flat[64:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def what_others_hold() -> tuple[bool, bool, bool]:
+    """Of a sharded model: whether its buffer is what it was, and a state dict of before the first call; and whether the model goes
+    when nobody has it any more."""
+    torch.manual_seed(0)
+    model = Beside()
+    before = model.state_dict()
+    expected = {name: value.clone() for name, value in before.items()}
+    compiled = _compile(model)
+    compiled(torch.ones(1, 8)).sum().backward()
+    same = [torch.equal(value, expected[name]) for name, value in before.items()]
+    gone = weakref.ref(model)
+    bias = torch.equal(model.bias, expected["bias"])
+    del model, compiled
+    gc.collect()
+    return bias, all(same), gone() is None
+
+
+def test_who_holds_a_part_of_a_model_keeps_it(two: Cluster) -> None:
+    assert two.run(what_others_hold) == [(True, True, True)] * 2
 
 
 def _compile(model: nn.Module) -> Callable[..., Any]:

@@ -131,6 +131,16 @@ def read_by_another_module() -> None:
     other(torch.ones(4, 8))
 
 
+def replaced_by_a_frozen_one() -> None:
+    """What is whole would be taken for rows."""
+    model = Net()
+    compiled = torch.compile(model, backend=autoshard.backend(config(3)))
+    compiled(torch.ones(4, 8)).backward()
+    model.zero_grad()
+    model.up.weight = nn.Parameter(torch.ones(15, 8), requires_grad=False)
+    compiled(torch.ones(4, 8))
+
+
 def gradient_of_gradients() -> None:
     model = Net()
     loss = _call(model)
@@ -152,6 +162,7 @@ CASES: dict[Callable[[], None], str] = {
     list_from_before: "this parameter was sharded by autoshard and is empty now",
     penalty_on_a_list_from_before: "this parameter was sharded by autoshard and is empty now",
     read_by_another_module: "this parameter was sharded by autoshard and is empty now",
+    replaced_by_a_frozen_one: "parameter 'up.weight' of shape (15, 8) came after the first call",
     gradient_of_gradients: "RuntimeError",  # torch's own; from 2.12 on it says "double backward"
 }
 

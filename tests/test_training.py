@@ -28,7 +28,7 @@ from tests.parity import (
     see_state,
     sgd,
 )
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 from tests.test_plan import _where
 
 # --- precision
@@ -236,6 +236,62 @@ def local_buffers() -> tuple[Tensor, Tensor]:
     case.loss(compiled(**batch)).backward()
     alone(**batch)
     return model.body[1].running_mean, alone.body[1].running_mean
+
+
+class Averaging(nn.Module):
+    """Replaces its buffer in forward, which no graph knows for a write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return (self.linear(x) - self.mean).pow(2).mean()
+
+
+def replaced_buffers(buffers: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The buffer after each of some steps, and as it is when everyone has rank 0's (or its own) before each."""
+    model, plain, compiled = compiled_pair(config(3, buffers=buffers), Averaging)
+    found, expected = [], []
+    for x in inputs_of(5):
+        if buffers == "broadcast":
+            dist.broadcast(plain.mean, 0)
+        for m in (plain, compiled):
+            m(x[dist.get_rank()]).backward()
+            m.zero_grad()
+        found.append(model.mean.clone())
+        expected.append(plain.mean.clone())
+    return found, expected
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: str) -> None:
+    first, second = two.run(replaced_buffers, buffers)
+    for found, expected in (first, second):
+        torch.testing.assert_close(found, expected)
+    assert not torch.equal(first[0][-1], second[0][-1])
+
+
+def evaluated_first(zero: int) -> tuple[Distance, bool]:
+    """Training after a first call in inference mode."""
+    model, plain, compiled = compiled_pair(config(zero))
+    with torch.inference_mode():
+        compiled(inputs_of(1)[0, dist.get_rank()])
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    for x in inputs_of(3):
+        backward_beside(compiled, plain, x)
+        step_each(optimizer, reference)
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance, any(p.is_inference() for p in model.parameters())
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_the_first_call_may_be_in_inference_mode(two: Cluster, zero: int) -> None:
+    for distance, inference in two.run(evaluated_first, zero):
+        assert distance.worst <= TOLERANCE and not inference, distance
 
 
 def test_local_buffers_are_each_process_s_own(two: Cluster) -> None:

@@ -32,5 +32,10 @@ class Collectives:
             self._texts[given] = "\n".join(sorted(lines))
         return self._texts[given]
 
+    def reduced(self, given: tuple[int, ...]) -> set[int]:
+        """Of these parameters those whose gradients the backward of a call with them brings together."""
+        names = {name for op, of in self.backward if not op.startswith("autoshard.unshard") for name in of}
+        return {each for name, each in zip(self.parameters, given) if name in names}
+
     def _all(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [("forward", *each) for each in self.forward] + [("backward", *each) for each in self.backward]

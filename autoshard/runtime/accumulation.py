@@ -62,10 +62,11 @@ class Accumulation:
             self.mode = "flush"
 
     def _arrange_flush(self) -> None:
-        self.mode = "flush" if self.waiting() else "sync"
+        waiting = [holder.waiting for holder in self.holders]  # all are asked, since each may have been discarded
+        self.mode = "flush" if any(waiting) else "sync"
 
     def take(self, parameters: set[int]) -> None:
-        """A graph was just called with what is held for these parameters (ids); it is that graph's from here on."""
+        """A graph was just called that will reduce what is held for these parameters (ids); it is that graph's from here on."""
         for holder in self.holders:
             if id(holder.parameter) in parameters:
                 holder.take()

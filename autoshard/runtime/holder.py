@@ -3,7 +3,8 @@
 [Note: Held gradients]
 Where the plan keeps whole gradients (stages 0 and 1), a backward inside `no_sync` puts this process's own gradient
 into `p.grad`, as DDP does: as it is for a plain parameter, else as a DTensor that is this process's part of the mean
-(`Partial("avg")`), so that whoever reads it reads right, and `zero_grad` discards it. A leaf of the parameter's full
+(`Partial("avg")`), so that whoever reads it reads right, and `zero_grad` discards it; of a plain parameter what a user puts in its place (a clipped
+one) is this process's own still. A leaf of the parameter's full
 shape, which takes no memory itself, receives it from autograd and passes it on. The first forward outside takes what
 `p.grad` holds into its graph, and its backward adds that before the one reduction.
 """
@@ -30,7 +31,7 @@ class Holder:
     mesh: DeviceMesh
     held: Callable[[], None]
     leaf: Tensor = field(init=False)
-    _held: Tensor | None = None
+    _holds: bool = False
 
     def __post_init__(self) -> None:
         nothing = torch.zeros((), dtype=self.parameter.dtype, device=self.parameter.device)
@@ -46,14 +47,16 @@ class Holder:
 
     @property
     def waiting(self) -> bool:
-        """True if `p.grad` is what a backward left there that did not communicate."""
+        """True if `p.grad` is what a backward left there that did not communicate, or was put in its place."""
         grad = self.parameter.grad
-        return grad is not None and (grad is self._held or is_part(grad))
+        self._holds = self._holds and grad is not None
+        return grad is not None and (is_part(grad) or (self._holds and not isinstance(grad, DTensor)))
 
     def take(self) -> None:
         """A graph was called with what `p.grad` holds: it is that graph's from here on."""
+        self._holds = False
         if takes_part(self.parameter):
-            self.parameter.grad = self._held = None
+            self.parameter.grad = None
 
     def _pass_on(self, leaf: Tensor) -> None:
         own, leaf.grad = leaf.grad, None
@@ -61,12 +64,13 @@ class Holder:
         parameter = self.parameter
         with torch.no_grad():
             if parameter.grad is None:
-                parameter.grad = self._held = self._part_of_mean(own)
+                parameter.grad = self._part_of_mean(own)
             elif self.waiting:
                 local(parameter.grad).add_(own)
             else:
                 own += _as_part(parameter.grad, self.mesh)
-                parameter.grad = self._held = self._part_of_mean(own)
+                parameter.grad = self._part_of_mean(own)
+            self._holds = True
         self.held()
 
     def _part_of_mean(self, own: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from autoshard.inventory import names_of
 from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of_parameter
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import dtensor_of
 from autoshard.runtime.holder import Holder
 from autoshard.runtime.parameters import retire, sharded_class
@@ -46,8 +47,7 @@ def places_of(model: nn.Module) -> dict[int, list[Place]]:
 class Sharder:
     """Carries out a plan on a model, one parameter at a time, so that the peak is one parameter above.
 
-    `shard` yields (old, new) for each parameter and frees the old one's storage; tensors that share a
-    storage are freed with the last of them.
+    `shard` yields (old, new) for each parameter and lets go of the old one's storage.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -55,7 +55,6 @@ class Sharder:
         self.accumulation = Accumulation.of(model)
         self._submeshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._nodes = _mesh_of_nodes(plan, mesh)
-        self._storages = Counter(p.untyped_storage().data_ptr() for p in model.parameters())
 
     def shard(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Shards every parameter, then lets the modules show traces what they need."""
@@ -71,7 +70,8 @@ class Sharder:
                 shown[place.module][place.attribute] = str(layout)
             if new is not parameter:
                 yield parameter, new
-                self._free(parameter, new)
+                parameter.data = parameter.data.new_empty(0)  # the last who holds the whole one is gone, but for a user who keeps it
+                retire(parameter)
             self._hold(group, new, where)
             _remember(layout, name, new, where)
             self._stand_in(group, new, where)
@@ -95,7 +95,7 @@ class Sharder:
 
     def _place(self, parameter: nn.Parameter, group: ParameterGroup) -> nn.Parameter:
         if not self.plan.sharded:
-            _take_rank_0_s(parameter)
+            take_rank_0_s(parameter)
             return parameter
         if group.ranks and group.degrees.optimizer > 1:
             local = self._on_submesh(parameter, group.ranks)
@@ -116,24 +116,11 @@ class Sharder:
         if ranks not in self._submeshes:
             self._submeshes[ranks] = DeviceMesh(self.mesh.device_type, list(ranks))
         mesh = self._submeshes[ranks]
-        _take_rank_0_s(parameter)
+        take_rank_0_s(parameter)
         rows = parameter.data.chunk(len(ranks))
         at = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
         mine = rows[at] if at is not None and at < len(rows) else parameter.data[:0]
         return dtensor_of(mine.clone(), parameter, mesh, [Shard(0)])
-
-    def _free(self, parameter: nn.Parameter, new: nn.Parameter) -> None:
-        """Frees the full storage, unless other parameters or the new one (if replicated) live in it."""
-        storage = parameter.untyped_storage()
-        local = new.data.to_local() if isinstance(new.data, DTensor) else new.data
-        if local.untyped_storage().data_ptr() == storage.data_ptr():
-            self._storages[storage.data_ptr()] += 1
-        self._storages[storage.data_ptr()] -= 1
-        if self._storages[storage.data_ptr()] == 0:
-            if storage.resizable():  # or it is not torch's own, such as a mapped file
-                storage.resize_(0)
-            parameter.data = parameter.data.new_empty(0)  # or who reads it would read what is not there
-        retire(parameter)
 
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
         if group.degrees.gradient > 1 or not new.requires_grad:
@@ -160,22 +147,12 @@ class Sharder:
     def _replicate_buffers(self) -> None:
         if self.plan.buffers == "broadcast":
             for buffer in self.model.buffers():
-                _take_rank_0_s(buffer)
+                take_rank_0_s(buffer)
 
     def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
         compute = dtype_or_own(self.plan.compute)
         for module, layouts in shown.items():
             _show_sharded(module, layouts, compute, self.accumulation)
-
-
-def _take_rank_0_s(tensor: torch.Tensor) -> None:
-    """Puts rank 0's values into it. A transport sends what lies from the first element on, whatever lies between; so what has gaps or
-    another order goes as a copy, and of what lies in one place under several indices that goes once."""
-    once = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    sent = once.contiguous()
-    dist.broadcast(sent, 0)
-    if sent is not once:
-        once.copy_(sent)
 
 
 def _remember(layout: Layout, name: str, new: nn.Parameter, where: list[Place]) -> None:

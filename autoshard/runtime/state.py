@@ -24,6 +24,7 @@ from autoshard.ops.collectives import Collectives
 from autoshard.ops.early import Early
 from autoshard.plan import Plan
 from autoshard.runtime.accumulation import Accumulation
+from autoshard.runtime.buffers import Buffers
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import Call, Lockstep, before_backward
@@ -80,6 +81,11 @@ class ModelState:
         return names_of(self.model)
 
     @functools.cached_property
+    def buffers(self) -> Buffers:
+        """As of the last call of one of its graphs."""
+        return Buffers(self.model)
+
+    @functools.cached_property
     def residues(self) -> dict[int, Residue]:
         """Of the parameters whose gradients go in low rank, by id."""
         return {id(m._parameters[name]): r for m in self.model.modules() for name, r in residues_of(m).items()}
@@ -118,33 +124,44 @@ class ModelState:
     def noting_parameters(
         self, run: Callable[..., Any], positions: tuple[int, ...], collectives: Collectives
     ) -> Callable[..., Any]:
-        """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep."""
+        """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep. Dynamo keeps it as long as
+        the user's function is there; it does not keep the model."""
+        here = weakref.ref(self)
 
         @functools.wraps(run)
         def noted(*args: Any) -> Any:
+            state = here()
+            assert state is not None  # its model has it, and is called
             given, training = tuple(id(args[i]) for i in positions), torch.is_grad_enabled()
-            called = self._in_lockstep(given, training, collectives)
-            self.compiled.update(given)
+            replaced = state.buffers.replaced() if state.plan.buffers == "broadcast" else []
+            called = state._in_lockstep(given, training, collectives, replaced)
+            state.compiled.update(given)
+            if replaced:
+                everyones = state.buffers.take_rank_0_s(replaced)
+                args = tuple(everyones.get(id(arg), arg) for arg in args)
             out = run(*args)
             called(out)
-            if self.accumulation.mode == "flush" and training:
-                self.accumulation.take(set(given))
+            if state.accumulation.mode == "flush" and training:
+                state.accumulation.take(collectives.reduced(given))
             return out
 
         return noted
 
-    def _in_lockstep(self, given: tuple[int, ...], training: bool, made: Collectives) -> Callable[[Any], None]:
-        """A graph is about to be called with these parameters: in lockstep, from its first collective on. What the function
-        is to be called with is what it gave."""
-        lockstep = self.lockstep
-        if lockstep is None or not (made.forward or (training and made.backward)):
+    def _in_lockstep(
+        self, given: tuple[int, ...], training: bool, made: Collectives, replaced: Sequence[str]
+    ) -> Callable[[Any], None]:
+        """A graph is about to be called with these parameters, and these buffers replaced: in lockstep, from its first collective on.
+        What the function is to be called with is what it gave."""
+        lockstep, forward = self.lockstep, bool(made.forward or replaced)
+        if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
-        call = Call(training, made.text(given, self.names), lockstep.skipped)
-        if made.forward:
+        text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in replaced)])
+        call = Call(training, text, lockstep.skipped)
+        if forward:
             lockstep.enter(call)
 
         def backward_comes() -> None:
-            if not made.forward:
+            if not forward:
                 lockstep.enter(call)
             lockstep.skipped = False
 
