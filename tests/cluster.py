@@ -17,6 +17,9 @@ TIMEOUT = 240.0  # seconds that one task may take
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "vit", "t5")]
 IMPORTED = ["torch._inductor.compile_fx", "autoshard", "tests.parity", *MODELS]  # once, for all that are started
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(IMPORTED)
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -71,14 +74,12 @@ class Cluster:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from tests.cluster import free_port
+from tests.cluster import CONTEXT, free_port
 
 ROOT = Path(__file__).parent.parent
+Wait, Kill = Callable[[float], int], Callable[[], None]
 
 PRELUDE = """
 import os, sys, time, torch, autoshard
@@ -36,37 +36,53 @@ class Ended:
     output: str
 
 
-def launch(world: int, body: str, timeout: float = 90.0) -> list[Ended]:
-    """Runs `PRELUDE` and `body` in `world` processes with torchrun's variables; raises if one hangs."""
+def launch(world: int, body: str, timeout: float = 90.0, fresh: bool = False) -> list[Ended]:
+    """Runs `PRELUDE` and `body` in `world` processes with torchrun's variables; raises if one hangs. fresh: by an interpreter of their
+    own, whose end is to be seen, else by copies of one that has imported all, which are there at once."""
     port = free_port()
     script = PRELUDE + textwrap.dedent(body)
+    start = _interpreter if fresh else _copy
     # Files, not pipes: a process whose pipe nobody empties stops, and with it all others.
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
-        running = [_start(script, rank, world, port, file) for rank, file in enumerate(files)]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(world)]
+        running = [start(script, _variables(rank, world, port), output) for rank, output in enumerate(outputs)]
         try:
-            for process in running:
-                process.wait(timeout=timeout)
+            codes = [wait(timeout) for wait, _ in running]
         finally:
-            for process in running:
-                process.kill()
-        return [Ended(p.returncode, _text(f)) for p, f in zip(running, files)]
+            for _, kill in running:
+                kill()
+        return [Ended(code, output.read_text()) for code, output in zip(codes, outputs)]
 
 
-def _start(script: str, rank: int, world: int, port: int, output: IO[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**os.environ, **_variables(rank, world, port)},
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def _interpreter(script: str, variables: dict[str, str], output: Path) -> tuple[Wait, Kill]:
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **variables}, stdout=file, stderr=subprocess.STDOUT
+        )
+    return lambda timeout: process.wait(timeout=timeout), process.kill
 
 
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
+def _copy(script: str, variables: dict[str, str], output: Path) -> tuple[Wait, Kill]:
+    process = CONTEXT.Process(target=_run, args=(script, {**os.environ, **variables}, output), daemon=True)
+    process.start()
+
+    def wait(timeout: float) -> int:
+        process.join(timeout)
+        if process.exitcode is None:
+            raise TimeoutError(f"a process did not end within {timeout} s: {output.read_text()}")
+        return process.exitcode
+
+    return wait, process.kill
+
+
+def _run(script: str, environment: dict[str, str], output: Path) -> None:
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:

@@ -104,7 +104,7 @@ def _planned(name: str, zero: int, hierarchy: str, **more: Any) -> Plan:
     ("name", "zero", "hierarchy", "codegen"),
     [
         in_full("attention", 3, "hpz", "eager"),
-        ("odd", 3, "two_level", "eager"),
+        in_full("odd", 3, "two_level", "eager"),
         in_full("gpt2", 2, "two_level", "eager"),
         in_full("odd", 3, "hpz", "eager"),
         in_full("gpt2", 3, "hpz", "eager"),
@@ -163,7 +163,7 @@ def in_a_job(zero: int, hierarchy: str, processes_of: int) -> tuple[int, float, 
     return plan.node, distance.worst, " ".join(plan.why)
 
 
-@pytest.mark.parametrize(("zero", "hierarchy", "node"), [in_full(1, "two_level", 2), (3, "hpz", 2), in_full(3, "flat", 0), in_full(0, "hpz", 0)])
+@pytest.mark.parametrize(("zero", "hierarchy", "node"), [(1, "two_level", 2), (3, "hpz", 2), in_full(3, "flat", 0), in_full(0, "hpz", 0)])
 def test_a_job_plans_it_by_itself(four: Cluster, zero: int, hierarchy: str, node: int) -> None:
     for found, distance, why in four.run(in_a_job, zero, hierarchy, 2):
         assert found == node and distance <= TOLERANCE, (found, distance)

@@ -22,7 +22,7 @@ def _steps(steps: int = 3, options: str = "") -> str:
 
 @pytest.mark.full
 def test_a_finished_job_exits_with_0() -> None:
-    for ended in launch(2, _steps()):
+    for ended in launch(2, _steps(), fresh=True):
         assert ended.code == 0, ended.output
 
 
@@ -30,7 +30,7 @@ def test_a_finished_job_exits_with_0() -> None:
 @pytest.mark.timeout(1500)
 def test_a_finished_job_exits_with_0_fifty_times() -> None:
     for _ in range(50):
-        for ended in launch(2, _steps()):
+        for ended in launch(2, _steps(), fresh=True):
             assert ended.code == 0, ended.output
 
 
@@ -44,7 +44,7 @@ def test_a_job_ends_with_gathers_of_a_step_that_never_comes(end: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     """
-    for ended in launch(2, textwrap.dedent(body) + end):
+    for ended in launch(2, textwrap.dedent(body) + end, fresh=True):
         assert ended.code == 0 and "unwaited" not in ended.output, ended.output
 
 
@@ -60,7 +60,6 @@ def test_different_configs_are_named() -> None:
         assert "rank 1 disagrees with rank 0 about config: zero: '3' where rank 0 has '2'" in ended.output
 
 
-@pytest.mark.full
 def test_different_models_are_named() -> None:
     body = "model = nn.Sequential(nn.Linear(8, 16 + rank))\n" + _steps(options="model")
     for ended in launch(2, body):
@@ -107,7 +106,7 @@ def test_no_one_waits_for_more_than_10_seconds_for_a_process_that_is_not_there(b
 def test_a_process_that_is_slow_is_waited_for(before: str) -> None:
     body = """
     step = compiled(arrival=2)
-    def read_data(): time.sleep(6)
+    def read_data(): time.sleep(9)
     if rank == 1: read_data()
     step(torch.randn(4, 8)).sum().backward()
     """
@@ -162,7 +161,6 @@ def test_a_process_that_dies_in_its_first_steps_is_named() -> None:
     assert "rank 1 is at" not in survivor.output
 
 
-@pytest.mark.full
 def test_links_are_measured_where_nothing_says_what_they_carry(tmp_path: Path) -> None:
     body = f"""
     from autoshard.cost_model.cluster import Cluster
@@ -179,7 +177,6 @@ def test_links_are_measured_where_nothing_says_what_they_carry(tmp_path: Path) -
     assert "links carry" in unknown and "links carry" not in known, first.output
 
 
-@pytest.mark.full
 def test_a_process_that_dies_while_links_are_measured_ends_the_others() -> None:
     body = """
     import torch.distributed as dist
@@ -193,7 +190,6 @@ def test_a_process_that_dies_while_links_are_measured_ends_the_others() -> None:
     assert "PeerLostError: rank 0 measured its links and lost another process" in survivor.output, survivor.output
 
 
-@pytest.mark.full
 def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
     body = """
     step = compiled(timeout=4)
@@ -205,12 +201,9 @@ def test_evaluation_on_one_process_alone_is_refused_by_name() -> None:
     with torch.no_grad():
         step(torch.randn(4, 8))
     """
-    training, evaluating = launch(2, body)
-    assert evaluating.code != 0 and training.code != 0
-    assert (
-        "DisagreementError: rank 1 did not come to training, with collectives" in training.output
-    ), training.output
-    assert "PeerLostError" in evaluating.output, evaluating.output
+    for ended in launch(2, body):
+        assert ended.code != 0
+        assert "DisagreementError: rank 1 disagrees with rank 0 about its call: 'evaluation, with collectives" in ended.output, ended.output
 
 
 @pytest.mark.full
@@ -235,7 +228,6 @@ def test_a_graph_break_is_named_once() -> None:
     assert "share 1.0" in first.output
 
 
-@pytest.mark.full
 def test_nothing_half_sharded_goes_on() -> None:
     body = """
     import autoshard.first_call

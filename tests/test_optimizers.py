@@ -154,8 +154,10 @@ def train_compiled(name: str, zero: int, fuse: Any) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize("fuse", [False, "auto"])
-@pytest.mark.parametrize(("name", "zero"), [("AdamW", 3), ("SGD momentum", 0), ("own", 3)])
+@pytest.mark.parametrize(
+    ("name", "zero", "fuse"),
+    [("AdamW", 3, False), ("SGD momentum", 0, "auto"), *(in_full(*case) for case in (("AdamW", 3, "auto"), ("own", 3, False)))],
+)
 def test_a_step_that_is_compiled_is_the_same_step(two: Cluster, name: str, zero: int, fuse: Any) -> None:
     for distance in two.run(train_compiled, name, zero, fuse):
         assert distance.worst <= TOLERANCE, distance
