@@ -274,6 +274,14 @@ def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: 
     assert not torch.equal(first[0][-1], second[0][-1])
 
 
+def test_on_one_process_a_replaced_buffer_is_left_alone() -> None:
+    model = Averaging()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto")))
+    for x in torch.ones(3, 4, 8):
+        compiled(x).backward()
+    torch.testing.assert_close(model.mean, torch.full((8,), 0.875))
+
+
 def evaluated_first(zero: int) -> tuple[Distance, bool]:
     """Training after a first call in inference mode."""
     model, plain, compiled = compiled_pair(config(zero))

@@ -133,7 +133,7 @@ class ModelState:
             state = here()
             assert state is not None  # its model has it, and is called
             given, training = tuple(id(args[i]) for i in positions), torch.is_grad_enabled()
-            replaced = state.buffers.replaced() if state.plan.buffers == "broadcast" else []
+            replaced = state._replaced()
             called = state._in_lockstep(given, training, collectives, replaced)
             state.compiled.update(given)
             if replaced:
@@ -146,6 +146,10 @@ class ModelState:
             return out
 
         return noted
+
+    def _replaced(self) -> list[str]:
+        """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]."""
+        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not self.plan.leaves_alone else []
 
     def _in_lockstep(
         self, given: tuple[int, ...], training: bool, made: Collectives, replaced: Sequence[str]
