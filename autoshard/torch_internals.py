@@ -84,6 +84,7 @@ __all__ = [
     "is_scaled_step",
     "is_view",
     "job_store",
+    "kept_buffers",
     "leave_as_they_lie",
     "leave_open",
     "like_rows",
@@ -303,6 +304,11 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
     return optimizer
+
+
+def kept_buffers(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own buffers that are in its state dict. Seen: 2.11, 2.13."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
 
 
 def within_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,6 +16,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
 from tests.cluster import Cluster as Processes
@@ -290,6 +291,42 @@ def test_step_hooks_of_one_optimizer_are_seen() -> None:
         assert not torch_internals.has_step_hooks(optimizer)
         getattr(optimizer, register)(lambda *_: None)
         assert torch_internals.has_step_hooks(optimizer)
+
+
+def test_buffers_of_no_state_dict_are_told() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("cached", torch.ones(2), persistent=False)
+    assert torch_internals.kept_buffers(module) == [n for n in module.state_dict() if n not in ("weight", "bias")]
+
+
+def test_hooks_around_all_steps_are_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    torch_internals.surround_steps(lambda *_: None, lambda *_: None)
+    assert not torch_internals.has_step_hooks(optimizer)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *_: None)
+        assert torch_internals.has_step_hooks(optimizer)
+        handle.remove()
+
+
+def test_a_step_is_taken_without_hooks() -> None:
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    parameter.grad = torch.ones(2)
+    torch_internals.step_without_hooks(optimizer)
+    assert not seen and bool((parameter < 1).all())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_of_a_scaler_is_seen(enabled: bool) -> None:
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu", enabled=enabled)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch_internals.is_scaled_step()))
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    assert seen == [enabled, False]
 
 
 def test_a_step_within_a_step_is_seen() -> None:

@@ -2,13 +2,16 @@
 
 [Note: Replaced buffers] What a graph writes into a buffer it makes rank 0's itself (`passes.sync_buffers`). A buffer that forward
 replaces (`self.mean = 0.9 * self.mean + ...`) becomes another tensor behind the graph, which does not know it for one. So before a
-call all that are not what they were at the last one are made rank 0's, as DDP does with each before every forward.
+call all that are not what they were at the last one are made rank 0's, as DDP does with each before every forward. Not those that
+no state dict has: they are computed anew of other things (rotary frequencies for longer inputs), as each process needs them.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from autoshard import torch_internals
 
 
 class Buffers:
@@ -25,18 +28,21 @@ class Buffers:
     def take_rank_0_s(self, names: list[str]) -> dict[int, Tensor]:
         """New tensors with rank 0's values in the places of these, by the ids of those that were there: a graph may have saved one of
         them for its backward. A collective call."""
-        found = {}
+        found: dict[int, Tensor] = {}
         for i, (name, buffers, attribute) in enumerate(self._places):
             before = buffers.get(attribute)
             if name in names and before is not None:
-                found[id(before)] = buffers[attribute] = before.detach().clone()
-                take_rank_0_s(found[id(before)])
+                if id(before) not in found:  # one may be in two places
+                    found[id(before)] = before.detach().clone()
+                    take_rank_0_s(found[id(before)])
+                buffers[attribute] = found[id(before)]
             self._known[i] = buffers.get(attribute)
         return found
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(f"{path}.{name}" if path else name, module) for path, module in model.named_modules() for name in module._buffers]
+    owned = [(path, module, name) for path, module in model.named_modules() for name in torch_internals.kept_buffers(module)]
+    return [(f"{path}.{name}" if path else name, module) for path, module, name in owned]
 
 
 def take_rank_0_s(tensor: Tensor) -> None:
