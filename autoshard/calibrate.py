@@ -24,7 +24,7 @@ from rich.progress import track
 from torch import Tensor
 
 from autoshard.codegen import has_compiler
-from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.cluster import Cluster, measured_by
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.kernels import passing
@@ -372,7 +372,7 @@ def _issued(call: Callable[[], Tensor]) -> float:
 
 
 def _device(device: torch.device, tables: dict[str, Table]) -> Device:
-    source = f"measured by autoshard calibrate, torch {torch.__version__}"
+    source = measured_by(torch.__version__)
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return replace(device_named_like(found.name, found.total_memory), tables=tables, source=source)

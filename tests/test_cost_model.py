@@ -27,7 +27,7 @@ from autoshard import Config, optim
 from autoshard.calibrate import _rising
 from autoshard.capture import capture
 from autoshard.cost_model import collectives, liveness, timeline
-from autoshard.cost_model.cluster import Cluster, measured_here, preset, with_rate
+from autoshard.cost_model.cluster import Cluster, measured_by, measured_here, preset, with_rate
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
@@ -649,6 +649,15 @@ def test_a_measured_rate_is_that_of_the_slowest_links_and_near_ones_are_the_same
     assert with_rate(one, 120e6).device.across == cpu.across and with_rate(two, 120e6).device.inside == cpu.inside
     assert with_rate(one, 120e6).device.inside.bandwidth == pytest.approx(120e6, rel=0.2)
     assert with_rate(two, 118e6) == with_rate(two, 123e6) != with_rate(two, 24e6)
+
+
+def test_a_calibration_that_counts_otherwise_is_refused() -> None:
+    now = Cluster(1, 1, replace(DEVICES["cpu"], source=measured_by("2.13.0")))
+    assert Cluster.from_yaml(now.to_yaml()) == now
+    with pytest.raises(ClusterError, match="counts kernels in another way than this version; run autoshard calibrate again"):
+        Cluster.from_yaml(now.to_yaml().replace("tables 2,", "tables 1,"))
+    with pytest.raises(ClusterError, match="run autoshard calibrate again"):
+        Cluster.from_yaml("device: {preset: cpu, source: 'measured by autoshard calibrate, torch 2.13.0'}")
 
 
 def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
