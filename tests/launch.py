@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -82,7 +83,13 @@ def _run(script: str, environment: dict[str, str], output: Path) -> None:
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        sys.last_value = error
+        raise
+    finally:
+        atexit._run_exitfuncs()  # as an interpreter does; a copy does not
 
 
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:

@@ -74,7 +74,8 @@ def leads_to(node: Node, *targets: Any) -> bool:
 def collectives(gm: GraphModule) -> list[Op]:
     """What a graph communicates, before its messages are put together: each op is of one parameter still."""
     nodes = [n for n in gm.graph.nodes if _communicates(n)]
-    return [(str(n.target), tuple(str(n.args[logical.NAMES[n.target]]).split()) if n.target in logical.NAMES else ()) for n in nodes]
+    named = {**logical.NAMES, REDUCE_SPARSE: 4}
+    return [(str(n.target), tuple(str(n.args[named[n.target]]).split()) if n.target in named else ()) for n in nodes]
 
 
 def _communicates(node: Node) -> bool:

@@ -7,6 +7,7 @@ that disagrees or does not come is named by every other one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from autoshard import errors
 from autoshard.errors import AutoshardError, DisagreementError
 from autoshard.runtime.presence import Patience, Ranks
-from autoshard.runtime.waiting import missing, naming_lost_store
+from autoshard.runtime.waiting import missing, naming_lost_store, wait_until
 
+HEARD_SECONDS = 1.0  # which a process that hears of an error has to say so
 Statement = dict[str, Any]
 
 
@@ -56,6 +58,7 @@ class Agreement:
         self._wait(["verdict"], lambda: [0])
         verdict = self._get("verdict")
         if "error" in verdict:
+            self._said.set(f"heard {self.rank}", "")
             raise getattr(errors, verdict["kind"], AutoshardError)(verdict["error"])
         return str(verdict["plan"])
 
@@ -66,9 +69,16 @@ class Agreement:
             plan = decide(statements)
         except Exception as error:
             self._put("verdict", json.dumps({"error": str(error), "kind": type(error).__name__}))
+            self._wait_until_heard()
             raise
         self._put("verdict", json.dumps({"plan": plan}))
         return plan
+
+    def _wait_until_heard(self) -> None:
+        """The process that hosts the store is about to end with an error, and would take the verdict with it."""
+        others = [f"heard {rank}" for rank in range(1, self.size)]
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda: bool(self._said.check(others)), HEARD_SECONDS, late=lambda: None, failed=TimeoutError)
 
     def _collect(self) -> list[Statement]:
         names = [str(rank) for rank in range(self.size)]
