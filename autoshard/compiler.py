@@ -192,7 +192,7 @@ class Backend:
         names = state.names() if state and not apart else {}
         self._warn_of_breaks(gm, rank)
         if state and not plan.leaves_alone and not apart:
-            refuse_unplanned(state, inputs)
+            refuse_unplanned(state, names, inputs)
         context = Context(
             plan=plan,
             parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},

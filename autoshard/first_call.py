@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -356,10 +356,9 @@ def _refuse_ddp_around(model: nn.Module) -> None:
             )
 
 
-def refuse_unplanned(state: ModelState, inputs: Sequence[Any]) -> None:
-    """A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
+def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequence[Any]) -> None:
+    """names: of the parameters that the model has now, by id. A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
     rows would be taken for them, trained or not."""
-    names = state.names()
     for x in inputs:
         if not isinstance(x, nn.Parameter) or id(x) in state.ids:
             continue

@@ -25,7 +25,7 @@ from tests.parity import (
     see_state,
     whole,
 )
-from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of, what_is_said
+from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of, what_is_said
 
 # What a gradient is inside no_sync, by stage.
 INSIDE = {0: "own", 1: "part", 2: "rows", 3: "rows"}
@@ -152,12 +152,8 @@ def test_what_replaces_a_held_gradient_is_held(two: Cluster, zero: int) -> None:
             torch.testing.assert_close(gradient, expected)
 
 
-class Frozen(nn.Module):
+class Frozen(Net):
     """Of which a part may be used without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
 
     def forward(self, x: Tensor, training: bool = True) -> Tensor:
         with torch.set_grad_enabled(training):

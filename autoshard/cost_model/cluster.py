@@ -78,12 +78,13 @@ class Cluster:
             raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror})") from error
 
 
+_MEASURED = "measured by autoshard calibrate"
 TABLES = 2  # what tables of kernels are counted in: one more when that changes, and those of before say something else
 
 
 def measured_by(torch_version: str) -> str:
     """The source of a device that `autoshard calibrate` measured."""
-    return f"measured by autoshard calibrate, tables {TABLES}, torch {torch_version}"
+    return f"{_MEASURED}, tables {TABLES}, torch {torch_version}"
 
 
 def cache_file(device: str) -> Path:
@@ -128,8 +129,9 @@ def _device(data: Any) -> Device:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
         base = DEVICES["cpu"]
     made = {name: _field(name, value, base) for name, value in data.items()}
-    if str(made.get("source", "")).startswith("measured by autoshard calibrate") and f"tables {TABLES}," not in made["source"]:
-        raise ClusterError(f"device: {made['source']!r} counts kernels in another way than this version; run autoshard calibrate again")
+    source = str(made.get("source", ""))
+    if source.startswith(_MEASURED) and f"tables {TABLES}," not in source:
+        raise ClusterError(f"device: {source!r} counts kernels in another way than this version; run autoshard calibrate again")
     return replace(base, **made)
 
 

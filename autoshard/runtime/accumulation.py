@@ -54,7 +54,8 @@ class Accumulation:
 
     def waiting(self) -> bool:
         """True if a gradient that was held has not been taken by a forward outside."""
-        return any(holder.waiting for holder in self.holders)
+        waiting = [holder.waiting for holder in self.holders]  # all are asked, since each may have been discarded
+        return any(waiting)
 
     def has_held(self) -> None:
         """A gradient was held just now: of a forward inside `no_sync`, whose backward may come behind it."""
@@ -62,8 +63,7 @@ class Accumulation:
             self.mode = "flush"
 
     def _arrange_flush(self) -> None:
-        waiting = [holder.waiting for holder in self.holders]  # all are asked, since each may have been discarded
-        self.mode = "flush" if any(waiting) else "sync"
+        self.mode = "flush" if self.waiting() else "sync"
 
     def take(self, parameters: set[int]) -> None:
         """A graph was just called that will reduce what is held for these parameters (ids); it is that graph's from here on."""
