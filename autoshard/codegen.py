@@ -20,6 +20,7 @@ from autoshard.kernels.region import OPERATORS
 from autoshard.ops import block, direct, packing
 from autoshard.ops.block import Block
 from autoshard.ops.collectives import Collectives
+from autoshard.ops.early import GATHER_EARLY
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.keep_overwritten import keep_overwritten
@@ -32,6 +33,7 @@ from autoshard.runtime.dtensors import taking_rows
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.version import __version__
 
+IN_ORDER = (direct.GATHER_DIRECT, direct.EXCHANGE_DIRECT, GATHER_EARLY, graphs.REDUCE_SPARSE)  # what sends, beside torch's collectives
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
 _C = TypeVar("_C", bound="Compilation")
 
@@ -128,7 +130,8 @@ class Compilation:
         graphs.recompute_views(joint.graph)
         if policy != "none":
             recompute.tag(joint.graph, lambda block: policy if block else "none")
-        return joint.halves(self._cut)
+        with torch_internals.random_states_are_tensors():
+            return joint.halves(self._cut)
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """What runs one graph of a block."""
@@ -219,7 +222,8 @@ class Compilation:
                 compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
             return torch_internals.wrap_compiled(compiled, naming_lost_peers)
 
-        identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec}"
+        identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec} in order {IN_ORDER}"
+        torch_internals.keep_in_order(IN_ORDER)
         patches = {
             "custom_partitioner_fn": Partitioner(self.partition, identity),
             # Inductor would undo the planned order of collectives.

@@ -379,6 +379,23 @@ def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
         return compile_fx_inner(gm, inputs, **kwargs)
 
 
+@functools.cache
+def keep_in_order(operators: tuple[Any, ...]) -> None:
+    """Inductor generates calls of these, and of torch's collectives, in the order of the graph. It moves other operators to where what
+    they read is needed, and joins kernels, by their sizes: two processes might send in another order. Seen: 2.11, 2.13."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    for operator in operators:
+
+        def lowered(*args: Any, operator: Any = operator) -> Any:
+            made: Any = ir._CollectiveKernel.create_out_of_place(operator, *args)
+            return [ir.TensorBox.create(one) for one in made] if isinstance(made, list) else ir.TensorBox.create(made)
+
+        add_layout_constraint(operator, constrain_to_fx_strides)
+        register_lowering(operator, type_promotion_kind=None)(lowered)
+
+
 def _joins_what_pays(patient: bool) -> contextlib.AbstractContextManager[Any]:
     """Inductor joins kernels that read one tensor, however small and however far apart: so a gradient's sum waits for a block's
     whole backward, and what one block needs is computed again for another, and both are held. Here those that repeat what
@@ -657,6 +674,15 @@ def without_autograd_cache() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def random_states_are_tensors() -> Iterator[None]:
+    """A partition in here saves a GPU's random state as a tensor, where a random op is repeated in backward. As torch does it, as a
+    generator that AOTAutograd winds back, a graph has one more input, which only AOTAutograd's own callable gives. Seen: 2.11,
+    2.13; without effect on CPUs."""
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        yield
+
+
 def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
     """Mends the order of what a partitioned forward saves. For each random op that backward repeats, the partitioner
     saves the generator's state behind opaque objects (a DTensor's mesh, from torch 2.12 on); AOTAutograd takes all
@@ -723,6 +749,16 @@ def group_named(name: str) -> dist.ProcessGroup:
 def register_work(tensor: torch.Tensor, work: Any) -> None:
     """Makes `wait_tensor` of this tensor wait for this too. Seen: 2.11, 2.13."""
     torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def transport_of(device_type: str) -> str:
+    """What carries the messages of tensors on such devices among all processes ("gloo", "nccl"); "" if nothing does. A group may
+    have several, and one that was not asked for any has them too. Seen: 2.11, 2.13."""
+    everyone: Any = dist.group.WORLD
+    try:
+        return str(everyone._get_backend(torch.device(device_type)).name())
+    except RuntimeError:
+        return ""
 
 
 def gloo_in_turn() -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoshard
+from autoshard import codegen
 from autoshard.passes import outline_blocks, registry
 from tests.cluster import Cluster
 from tests.models import DEEP, ResNet
@@ -188,6 +189,22 @@ def test_a_block_that_gives_a_view_of_its_input_stays_in_the_graph() -> None:
     compiled = torch.compile(model, backend=autoshard.backend(_config(0, "eager")))
     x = torch.randn(8, 8)
     assert compiled(x) == model(x)
+
+
+def test_random_states_of_blocks_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs too, where torch would have a block's backward wind back a generator, which nobody gives it."""
+    wound_back: list[bool] = []
+
+    def partition(*args: Any, **keywords: Any) -> Any:
+        wound_back.append(torch._functorch.config.graphsafe_rng_functionalization)
+        return cut(*args, **keywords)
+
+    cut = codegen.min_cut_rematerialization_partition
+    monkeypatch.setattr(codegen, "min_cut_rematerialization_partition", partition)
+    torch.compiler.reset()
+    torch.compile(Stack([Block(), Block()]), backend=autoshard.backend(_config(0, "eager")))(torch.randn(4, 8)).backward()
+    *of_blocks, of_what_is_around = wound_back
+    assert of_blocks and not any(of_blocks) and of_what_is_around
 
 
 @pytest.mark.parametrize(

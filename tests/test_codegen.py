@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import autoshard
 from tests.cluster import Cluster
 from tests.launch import launch
-from tests.small import config, in_full
+from tests.small import TOLERANCE, compiled_pair, config, in_full
 
 TRAIN = """
 from torch._dynamo.utils import counters
@@ -92,7 +92,8 @@ def _order(zero: int, folder: Path) -> list[tuple[list[str], list[str]]]:
     return [(_sequence(dump.read_text()), _sequence(code)) for dump, code in zip(dumps, codes, strict=True)]
 
 
-@pytest.mark.parametrize("zero", [in_full(0), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 3])
 def test_the_planned_order_is_in_the_generated_code(two: Cluster, tmp_path: Path, zero: int) -> None:
     for forward, backward in two.run(_order, zero, tmp_path):
         assert forward[0] == forward[1] and backward[0] == backward[1]
@@ -121,3 +122,32 @@ def test_without_a_compiler_codegen_is_eager_and_says_so(monkeypatch: pytest.Mon
     for ended in launch(2, body):
         assert ended.code == 0, ended.output
         assert ended.output.count("no C++ compiler found") == 1
+
+
+class Branches(nn.Module):
+    """Two that meet at the end, each with an operation that reads `m`: Inductor may make one kernel of both, where they are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(5))
+        self.b = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        for i, layer in enumerate(self.a):
+            x = torch.tanh(layer(x)) if i else torch.relu(layer(x) * m)
+        for i, layer in enumerate(self.b):
+            y = torch.relu(layer(y) * m) if i == 1 else torch.tanh(layer(y))
+        return x.sum() + y.sum()
+
+
+def _apart(rows: tuple[int, ...]) -> float:
+    """How far from the unsharded model's the loss is. rows: of the second branch, on each rank."""
+    _, plain, step = compiled_pair(config(2, codegen="inductor"), Branches)
+    torch.manual_seed(0)
+    x, m, y = torch.randn(4, 64), torch.randn(64), torch.randn(max(rows), 64)[: rows[dist.get_rank()]]
+    return float((step(x, y, m) - plain(x, y, m)).detach().abs())
+
+
+@pytest.mark.parametrize("rows", [(4, 6), in_full((4, 4))])
+def test_processes_send_in_the_planned_order_whatever_inductor_joins(two: Cluster, rows: tuple[int, ...]) -> None:
+    assert max(two.run(_apart, rows)) <= TOLERANCE

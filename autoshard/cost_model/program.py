@@ -183,12 +183,12 @@ class Writer:
         """What a collective reads stays until somebody has waited; but of an all-reduce, for which generated code makes a copy and
         reduces in that (see `fusion`). gloo (2.13) reduces in a copy that stays instead (or
         besides: generated code holds what it gives to a collective), and gathers into a tensor of its own, which it copies
-        from at the end. A direct gather sends from what it makes."""
+        from at the end. A direct gather sends from what it makes, so that only generated code holds what it was given."""
         at, name = len(self.program.operations) - 1, str(node.target)
         if name == WAIT:
             self.program.keep(self._in_flight.pop(value, ()), at)
         elif is_collective(node):
-            of_a_copy = name.startswith(GATHER_DIRECT) or (name == ALL_REDUCE and self._code is not None)
+            of_a_copy = name.startswith(GATHER_DIRECT) if self._code is None else name == ALL_REDUCE
             self._in_flight[value] = () if of_a_copy else reads
             source: Any = node.args[0]
             if name == REDUCE_SCATTER and not self.scatters:

@@ -21,7 +21,7 @@ from autoshard import torch_internals
 from autoshard.errors import PlanError
 from autoshard.ops.define import define
 
-TAG = 1  # 0 is what a loop's own sends have
+GATHERS, EXCHANGES = 1, 2  # tags; 0 is what a loop's own sends have
 
 
 def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
@@ -30,7 +30,7 @@ def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
     own, whole = over.rank(), rows.new_empty(size * rows.numel())
     parts = whole.chunk(size)
     parts[own].copy_(rows)
-    _post(over, whole, parts, [parts[own]] * size)
+    _post(over, whole, parts, [parts[own]] * size, GATHERS)
     return whole
 
 
@@ -39,7 +39,7 @@ def run_exchange(flat: Tensor, size: int, group: str) -> Tensor:
     over = _group(group, flat)
     own, sent = over.rank(), flat.contiguous().chunk(size)  # the gradient of a sum is one number, expanded
     brought = flat.new_empty(flat.numel() - sent[own].numel())
-    _post(over, brought, _by_process(brought, sent, own), sent)
+    _post(over, brought, _by_process(brought, sent, own), sent, EXCHANGES)
     return brought
 
 
@@ -75,7 +75,7 @@ def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
     return torch_internals.group_named(name)
 
 
-def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], gives: Sequence[Tensor]) -> None:
+def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], gives: Sequence[Tensor], tag: int) -> None:
     """Asks for and offers these parts, by process, but for this one's own; who comes next in turn first, so that not all send to one.
     What waits for `result` waits for all."""
     own, size = over.rank(), len(gives)
@@ -83,8 +83,8 @@ def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], give
         return
     for step in range(1, size):
         source, to = (own - step) % size, (own + step) % size
-        torch_internals.register_work(result, over.recv([takes[source]], source, TAG))
-        torch_internals.register_work(result, over.send([gives[to]], to, TAG))
+        torch_internals.register_work(result, over.recv([takes[source]], source, tag))
+        torch_internals.register_work(result, over.send([gives[to]], to, tag))
 
 
 GATHER_DIRECT: Any = define(
