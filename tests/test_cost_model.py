@@ -269,6 +269,15 @@ def test_an_optimizer_is_measured_by_stepping_it() -> None:
     assert torch.equal(users.param_groups[0]["params"][0], before) and not users.state
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_what_a_step_writes_in_place_passes_twice(options: dict[str, bool]) -> None:
+    """Parameter, gradient and two moments are read, three of them written, where each operation passes once through memory."""
+    found = memory(lambda ps: torch.optim.AdamW(ps, **options), [((1 << 16,), torch.float32)], foreach=False)  # type: ignore[arg-type]
+    assert found is not None
+    there = sum(read for read, _ in found.moved) / (4 << 16)
+    assert there == pytest.approx(7, abs=0.01) if "fused" in options else there > 7
+
+
 class Wrapper(torch.optim.Optimizer):
     """As accelerate's: what is set on it is set on the optimizer inside."""
 
@@ -289,6 +298,13 @@ def test_an_optimizer_inside_another_is_left_alone() -> None:
     groups = inside.param_groups
     found = memory(like(Wrapper(inside)), [((8,), torch.float32)], foreach=False)
     assert found is not None and found.state == 32 and inside.param_groups is groups and not inside.state
+
+
+def test_halves_of_one_kind_are_as_fast_as_those_of_the_other() -> None:
+    tables = {"matmul.fp32": ((1e3, 1e-5), (1e9, 1e-2)), "matmul.bf16": ((1e3, 1e-5), (1e9, 1e-3))}
+    device = replace(DEVICES["h100"], tables=tables)
+    took = {dtype: float(seconds(Work("matmul", 1e12, 0, 0, dtype=dtype), device)) for dtype in ("fp16", "bf16", "fp64", "fp32")}
+    assert took["fp16"] == took["bf16"] < took["fp32"] == took["fp64"]
 
 
 def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:

@@ -132,6 +132,23 @@ def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
         assert schedule.seconds(here)[0] == pytest.approx(predicted.step_seconds, rel=1e-9)
 
 
+class Batched(nn.Linear):
+    """A product of each sample's own matrices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(super().forward(x), x).sum()
+
+
+def test_a_batch_of_products_takes_the_plan_s_own_time() -> None:
+    measured = replace(TWO, device=replace(TWO.device, tables={"matmul.fp32": ((1e3, 1e-5), (1e9, 1e-2))}))
+    torch.compiler.reset()
+    forecaster = Forecaster(capture(Batched(16, 16), torch.zeros(4, 16, 16), open=True), STEPPED, measured, "eager")
+    plan = autoshard.plan(Batched(16, 16), torch.zeros(4, 16, 16), Config(zero=0), measured, STEPPED)
+    _, schedule = forecaster.costs(plan)
+    few, many = schedule.seconds({"batch": np.array([4.0, 4000.0])})
+    assert few == pytest.approx(forecaster(plan).predicted.step_seconds, rel=1e-9) and many > 2 * few
+
+
 @given(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 0.9), st.floats(0, 0.9))
 def test_two_kernels_beside_a_collective_take_what_one_of_their_length_does(
     first: float, second: float, busy: float, interference: float, drag: float

@@ -65,8 +65,10 @@ def _one_by_one(work: Work, device: Device) -> Amount:
 
 
 def _table(work: Work, device: Device) -> Table | None:
-    own = device.tables.get(f"{work.kind}.{work.dtype}") or device.tables.get(f"{work.kind}.fp32" if work.kind in BY_FLOPS else work.kind)
-    return own or device.tables.get(_LIKE.get(work.kind, work.kind))
+    if work.kind not in BY_FLOPS:
+        return device.tables.get(work.kind) or device.tables.get(_LIKE.get(work.kind, work.kind))
+    measured = (device.tables.get(f"{work.kind}.{dtype}") for dtype in (work.dtype, *(("bf16",) if work.dtype == "fp16" else ()), "fp32"))
+    return next(filter(None, measured), None)
 
 
 def _roofline(work: Work, device: Device) -> Amount:

@@ -89,6 +89,14 @@ def _held(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
+def _overwritten(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What of its arguments an operator writes to; fused and foreach ones return nothing of it. A fused one's gradients are only
+    written where it unscales them."""
+    given = zip(func._schema.arguments, args)
+    left = () if kwargs.get("grad_scale") is not None else ("grads",)
+    return tree_leaves([v for a, v in given if a.alias_info is not None and a.alias_info.is_write and a.name not in left])
+
+
 class _Watch(TorchDispatchMode):
     """Counts the bytes of tensors that are made inside and still exist; `peak` is the most."""
 
@@ -102,8 +110,9 @@ class _Watch(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given]
-        written = sum(map(_held, made))
-        self.moved.append((sum(map(_held, tree_leaves((args, kwargs, out)))) - written, written))
+        overwritten = _overwritten(func, args, kwargs or {})
+        if made or overwritten:  # not a view, or a question about a tensor
+            self.moved.append((sum(map(_held, [*tree_leaves((args, kwargs)), *overwritten])), sum(map(_held, made))))
         for tensor in made:
             storage = tensor.untyped_storage()
             self.alive[storage._cdata] = (StorageWeakRef(storage), _held(tensor))

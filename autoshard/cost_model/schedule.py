@@ -27,7 +27,7 @@ from autoshard.cost_model.sizes import Values, evaluator, shape_of
 from autoshard.cost_model.timeline import Link, LinkOf, Sharing
 from autoshard.cost_model.work import VIEW, Work, work_of
 
-_SIZES = ("flops", "read", "written", "hard", "serial")
+_SIZES = ("flops", "read", "written", "hard", "serial", "batch")
 _AT_ONCE = 1 << 17  # points: some hundred megabytes of what is computed for them
 Kernel = tuple[Work, bool]  # its sizes as expressions; whether code is generated for it
 
