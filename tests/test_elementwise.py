@@ -594,13 +594,13 @@ def test_every_tile_gives_the_same() -> None:
 # --- on GPUs
 
 
-def compiled(region: Region, inputs: Sequence[Tensor], capability: int) -> Any:
+def compiled(region: Region, inputs: Sequence[Tensor], capability: int, wide: bool = False) -> Any:
     """What Triton makes of it for a GPU that need not be there, at the sizes that it would have."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "i1"}
-    tile = dict(region.sized(tuple(inputs[i].shape[d] for _, i, d in region.sizes), False).tile)
+    tile = dict(region.sized(tuple(inputs[i].shape[d] for _, i, d in region.sizes), wide).tile)
     warps = tile.pop("num_warps", 4)
     function = load(region.name, region.text)
     tensors = (*region.inputs, *region.outputs)
@@ -626,6 +626,15 @@ def test_kernels_compile_for_gpus_and_stay_in_registers(name: str, capability: i
     made = compiled(region, inputs, capability)
     assert spilled(made, tmp_path) == 0
     assert re.search(r"ld\.global\.[\w.:]*v[24]", made.asm["ptx"])  # 16 bytes at once
+
+
+@pytest.mark.parametrize("name", ["softmax", in_full("silu_gate")])
+def test_products_of_sizes_have_64_bits_where_tensors_are_large(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    inputs = [random(shape, torch.float32, i) for i, shape in enumerate(shapes)]
+    (region,) = fused(traced(function, inputs, "all"))
+    text = compiled(region, inputs, 80, wide=True).asm["ttir"]
+    assert "arith.muli" in text and not re.findall(r"arith\.muli .*i32", text)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

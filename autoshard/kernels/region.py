@@ -20,11 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from autoshard.kernels import source
+from autoshard.kernels import source, tuning
 from autoshard.kernels.elementwise import Space, Writer, open_sizes, shape_of, size
 from autoshard.kernels.places import Shape, Unsupported
 from autoshard.kernels.primitives import decompositions, name_of
-from autoshard.kernels.tuning import Tile, best, on_this_device
+from autoshard.kernels.tuning import Tile
 
 _FAR = 1 << 31  # bytes beyond which places are counted in 64 bits
 _NUMBERS = 1024  # that a program goes through where nothing is reduced
@@ -96,7 +96,7 @@ class Region:
     outputs: tuple[Laid, ...]
     sizes: tuple[tuple[Symbol, int, int], ...]
     at_sizes: dict[Any, Sized] = field(default_factory=dict)  # what is below takes longer than a launch
-    tuned: dict[Any, Tile] = field(default_factory=dict)
+    tried: dict[Any, tuple[str, list[Tile]]] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[Tensor], wrap: Wrap = as_it_is) -> list[Tensor]:
         """Its results. wrap: around the kernel, where that is traced."""
@@ -118,7 +118,10 @@ class Region:
 
         if any(t.numel() for t in made):
             with source.launching_on(device):
-                launch(sized.tile if traced or interpret or self._stays() else self._tuned((sizes, wide), sized, launch))
+                if traced or interpret or self._stays():
+                    launch(sized.tile)
+                else:
+                    tuning.at_work(*self._tiles((sizes, wide), sized), launch, tuning.recorded)
         return made
 
     def _stays(self) -> bool:
@@ -126,15 +129,12 @@ class Region:
         be measured while a CUDA graph is captured."""
         return self.space.reduces or torch.cuda.is_current_stream_capturing()
 
-    def _tuned(self, at: Any, sized: Sized, launch: Callable[[Tile], None]) -> Tile:
-        """The best of tiles like this one; a result is written as often as one is tried."""
-        if at not in self.tuned:
-            import triton
-
-            key = on_this_device(f"{self.name} {sized.tile} 2**{sized.rows.bit_length()} rows")
-            measure = lambda tile: float(triton.testing.do_bench(lambda: launch(tile), 2, 10))  # noqa: E731
-            self.tuned[at] = best(key, like(sized.tile), measure)
-        return self.tuned[at]
+    def _tiles(self, at: Any, sized: Sized) -> tuple[str, list[Tile]]:
+        """What tiles like this one are remembered by, and these."""
+        if at not in self.tried:
+            key = tuning.on_this_device(f"{self.name} {sized.tile} 2**{sized.rows.bit_length()} rows")
+            self.tried[at] = key, like(sized.tile)
+        return self.tried[at]
 
     def _known(self, sizes: tuple[int, ...], wide: bool) -> Sized:
         if (sizes, wide) not in self.at_sizes:

@@ -89,7 +89,7 @@ class Statements:
         places = [p for s in self._each() for p in s.places]
         rows, gone = merged(self.rows, places)
         columns, gone_too = merged(self.columns, places) if self.columns else (None, {})
-        printed = _Printed(rows, columns, gone | gone_too, self.in_blocks)
+        printed = _Printed(rows, columns, gone | gone_too, self.in_blocks, tuple(sizes))
         constants = ["ROWS", *(["COLUMNS"] if columns else []), "WIDE"]
         arguments = ", ".join([*tensors, *sizes, *(f"{c}: tl.constexpr" for c in constants)])
         body = "\n".join("    " + line for line in printed.lines(self.all))
@@ -103,15 +103,18 @@ class Statements:
 
 @dataclass(frozen=True)
 class _Printed:
-    """Statements as text. gone: symbols that were merged into others."""
+    """Statements as text. gone: symbols that were merged into others. sizes: those that are arguments."""
 
     rows: Run
     columns: Run | None
     gone: dict[Symbol, Expr]
     in_blocks: bool
+    sizes: tuple[str, ...]
 
     def lines(self, statements: Sequence[Statement | Loop]) -> Iterator[str]:
         """The kernel's body."""
+        for size in self.sizes:  # which come with 32 bits each, and so would their products
+            yield f"{size} = tl.cast({size}, tl.int64) if WIDE else {size}"
         yield "first = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)"
         yield "row = first * ROWS + tl.arange(0, ROWS)" + ("[:, None]" if self.columns else "")
         yield f"rows_there = row < {as_text(self.rows.count)}"

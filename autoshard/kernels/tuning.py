@@ -3,9 +3,10 @@
 Nothing is measured before a kernel is launched for the first time, and nothing on a machine that did so before: what was
 found is a file in the user's cache, one for each kernel, device and order of size.
 
-[Note: Measured at work] A kernel that writes in place, as an optimizer's step does, cannot be repeated to be measured, and there
-may be no memory for a copy of what it works on. So its first launches are the measurement: each goes by the next tile, between
-two events of the device that nobody waits for. It is for kernels that give the same numbers by every tile.
+[Note: Measured at work] A kernel that writes in place, as an optimizer's step does, cannot be repeated to be measured; and what
+repeats one waits for the device, beside which messages may be on their way, and takes memory that a plan knows nothing of. So
+its first launches are the measurement: each goes by the next tile, between two events of the device that nobody waits for. It is
+for kernels that give the same numbers by every tile.
 """
 
 from __future__ import annotations
@@ -24,13 +25,6 @@ from autoshard.cache import cache_folder, write_at_once
 Tile = dict[str, Any]  # by the names of a kernel's constants, and num_warps
 _LAUNCHES = 3  # of each tile; the first of them compiles
 _known: dict[str, Tile] = {}
-
-
-def best(key: str, tiles: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
-    """The tile that takes least. key: all that this depends on. seconds: measures one."""
-    if key not in _known and not _remembered(key, tiles):
-        _remember(key, min(tiles, key=seconds))
-    return _known[key]
 
 
 class Event(Protocol):

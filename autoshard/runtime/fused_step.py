@@ -217,6 +217,8 @@ def take(
     gradients: asked for what happens to them once that is known. interpret: as on a GPU, on the CPU by Triton's interpreter;
     for tests.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "while a CUDA graph is captured, which would step with the learning rate of now at each replay"
     stepped = stepped_by(optimizer)
     seen, kinds, held = _seen(optimizer, family, stepped), _kinds(stepped), _held.get(optimizer)
     if held is None or not held.holds(seen, kinds):
