@@ -29,6 +29,7 @@ from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.kernels import passing
 from autoshard.cost_model.timeline import MOST, Sharing
+from autoshard.dtypes import dtype_named
 from autoshard.ops import wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
 from autoshard.ops.layout import Layout
@@ -43,7 +44,11 @@ BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct")  # whose sends begin in
 PACKED = 8  # parameters
 TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
 SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
-POOL = 64 * 2**20  # bytes of buffers that are taken in turn
+POOL = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of buffers that are taken in turn: some times what the largest caches hold
+DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}  # of matmuls
+SIDES = {"cpu": (16, 64, 128, 256, 512, 1024), "cuda": (16, 64, 256, 1024, 2048, 4096, 8192)}
+TOKENS = {"cpu": ((1, 32), (1, 64), (4, 128), (2, 512)), "cuda": ((1, 64), (4, 128), (2, 512), (4, 2048), (2, 8192))}  # batch, sequence
+NUMBERS = {"cpu": (2**8, 2**12, 2**15, 2**18, 2**20, 2**22), "cuda": (2**8, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)}
 Run = Callable[[], object]
 Shapes = Sequence[tuple[int, ...]]
 _functional = torch.ops._c10d_functional
@@ -221,16 +226,17 @@ def _rising(points: Iterable[tuple[float, float]]) -> Table:
 def _kernels(device: torch.device) -> Iterable[Row]:
     if device.type == "cpu":  # where nothing runs ahead of what it asks for
         yield Row("view", 1, _turns(lambda x: torch.ops.aten.view.default(x, [256]), [(16, 16)], torch.float32, device))
-    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        for n in (16, 64, 128, 256, 512, 1024):
+    for name in DTYPES[device.type]:
+        dtype = dtype_named(name)
+        for n in SIDES[device.type]:
             yield Row(f"matmul.{name}", 2 * n**3, _turns(_three_matmuls, [(n, n), (n, n)], dtype, device), 3)
-        for b, s in ((1, 32), (1, 64), (4, 128), (2, 512)):
+        for b, s in TOKENS[device.type]:
             yield _attention(b, s, dtype, name, device)
         for c in (4, 32, 128):
             shapes = [(4, c, 16, 16), (c, c, 3, 3)]
             yield Row(f"convolution.{name}", 2 * 4 * 16 * 16 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
     bytes = functools.partial(passing, device=device.type)
-    for n in (2**8, 2**12, 2**15, 2**18, 2**20, 2**22):
+    for n in NUMBERS[device.type]:
         wide = [(max(n // 256, 1), 256)]
         yield Row("pointwise", bytes(8 * n, 4 * n), _chain(torch.ops.aten.add.Tensor, wide[0], device))
         yield Row("hard", n, _turns(F.gelu, wide, torch.float32, device))
@@ -293,7 +299,7 @@ def _turns(
     """Runs of `function` on buffers of these shapes, taken in turn."""
 
     def make() -> Iterator[Run]:
-        count = _count(shapes, dtype)
+        count = _count(shapes, dtype, device)
         sets = [[torch.full(s, 0.5, dtype=dtype, device=device) for s in shapes] for _ in range(count)]
         kept: deque[object] = deque((function(*buffers) for buffers in sets), maxlen=count)
         for buffers in itertools.cycle(sets):
@@ -302,16 +308,16 @@ def _turns(
     return make
 
 
-def _count(shapes: Shapes, dtype: torch.dtype) -> int:
+def _count(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> int:
     """How many sets of buffers of these shapes fill the pool."""
-    return max(1, min(256, POOL // sum(torch.Size(s).numel() * dtype.itemsize for s in shapes)))
+    return max(1, min(256, POOL[device.type] // sum(torch.Size(s).numel() * dtype.itemsize for s in shapes)))
 
 
 def _chain(function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], device: torch.device) -> Callable[[], Iterator[Run]]:
     """Runs of `function` on what the run before gave and a buffer, as operations of a step follow each other."""
 
     def make() -> Iterator[Run]:
-        count = _count([shape] * 2, torch.float32)
+        count = _count([shape] * 2, torch.float32, device)
         sets = [torch.full(shape, 0.5, device=device) for _ in range(count)]
         kept = deque((function(buffer, buffer) for buffer in sets), maxlen=count)
         for buffer in itertools.cycle(sets):
