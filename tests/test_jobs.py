@@ -70,6 +70,18 @@ def test_different_models_are_named() -> None:
 BEFORE = {"group": "import torch.distributed as dist; dist.init_process_group('gloo')\n", "no group": ""}
 
 
+def test_messages_go_in_turn_whatever_a_loop_s_own_group_is_called() -> None:
+    body = """
+    import torch.distributed as dist
+    from autoshard.runtime.processes import name_of_everyone
+    dist.init_process_group("cpu:gloo")
+    compiled()(torch.randn(4, 8)).sum().backward()
+    print("in turn", name_of_everyone() != dist.group.WORLD.group_name)
+    """
+    for ended in launch(2, textwrap.dedent(body)):
+        assert ended.code == 0 and "in turn True" in ended.output, ended.output
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_process_that_never_comes_is_named(before: str) -> None:

@@ -514,6 +514,14 @@ def test_gloo_in_turn_bears_collectives_that_run_at_once(two: Processes) -> None
     assert two.run(_many_at_once) == ["gloo_in_turn"] * 2
 
 
+def _transports() -> list[str]:
+    return [torch_internals.transport_of(kind) for kind in ("cpu", "cuda")]
+
+
+def test_what_carries_the_tensors_of_a_device_is_known(two: Processes) -> None:
+    assert two.run(_transports) == [["gloo", ""]] * 2
+
+
 def _groups(mesh: dict[str, int] | None, folder: Path) -> tuple[set[str], set[float]]:
     """The backends that a job's collectives go by, and their timeouts."""
     _, _, compiled = compiled_pair(config(3, mesh=mesh, dump_dir=folder))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
+from autoshard.errors import UnsupportedError
 from autoshard.runtime.agreement import Agreement
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.waiting import wait_until
@@ -62,22 +63,32 @@ def on_this_node() -> int:
 
 def join(device: torch.device, patience: Patience) -> World:
     """This process's place in the job; starts a process group if a launcher's variables are there and no
-    group is. NCCL for models on GPUs (the device set by LOCAL_RANK), gloo for models on CPUs. DisagreementError, by name,
-    if some process does not come to it.
+    group is. NCCL for models on GPUs, with gloo for what they keep on CPUs, and gloo for models on CPUs. DisagreementError, by
+    name, if some process does not come to it; UnsupportedError if the group that is there carries GPUs' tensors otherwise.
     """
     if dist.is_initialized():
         end_well()
+        _refuse_slow_transport(device)
     elif _launched() and int(os.environ["WORLD_SIZE"]) > 1:
         if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)  # NCCL takes the one that is current
         timeout = timedelta(seconds=patience.timeout)
         hosted = _meet(patience)  # lives until torch has its own, which shares it
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         del hosted
         end_well()
     if not dist.is_initialized():
         return World(0, 1, device.type)
     return World(dist.get_rank(), dist.get_world_size(), device.type)
+
+
+def _refuse_slow_transport(device: torch.device) -> None:
+    """Of gloo, which would copy each message through the host, no plan for GPUs knows."""
+    if device.type == "cuda" and dist.get_world_size() > 1 and (found := torch_internals.transport_of("cuda")) in ("", "gloo"):
+        raise UnsupportedError(
+            f"process group: tensors on GPUs go by {found or 'nothing'}; legal: init_process_group('nccl'), or none, and autoshard "
+            "starts one"
+        )
 
 
 def _meet(patience: Patience) -> Any:
@@ -94,7 +105,7 @@ def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMes
     """The mesh of all processes with the plan's axes, outermost first. See [Note: gloo in turn]."""
     sizes, names = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert dist.get_world_size() == math.prod(sizes), "check_plan_fits comes first"
-    over_gloo = device_type == "cpu" and dist.get_backend() == "gloo"
+    over_gloo = device_type == "cpu" and torch_internals.transport_of("cpu") == "gloo"
     override = {name: torch_internals.gloo_in_turn() for name in names} if over_gloo else None
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)  # type: ignore[arg-type]
     if over_gloo and dist.group.WORLD not in _in_turn:
