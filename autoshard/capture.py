@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from autoshard import torch_internals
@@ -172,12 +173,25 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Copies of tensors have none: buffers, and what a module holds beside them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        return _empty_like(args[0]).requires_grad_(args[0].requires_grad)
+
+
 def _without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are fake: shapes, dtypes and ties, no memory."""
+    """A copy whose tensors are fake: shapes, dtypes and ties, no memory."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        fake = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = fake
-    for buffer in model.buffers():
-        memo[id(buffer)] = _empty_like(buffer)
-    return copy.deepcopy(model, memo)
+        memo[id(parameter)] = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
+    try:
+        with _WithoutValues():
+            return copy.deepcopy(model, memo)
+    except Exception as error:  # of whatever the user's modules hold
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be planned, since copy.deepcopy fails of it ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); legal: modules whose attributes can be copied"
+        ) from error

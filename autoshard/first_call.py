@@ -10,18 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from autoshard.capture import REPEATED, Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
 from autoshard.cost_model.collectives import table_name
-from autoshard.cost_model.hardware import DEVICES, Device, device_named_like, free_memory
+from autoshard.cost_model.hardware import DEVICES, Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, like
 from autoshard.errors import ConfigError, ShardingError, UnsupportedError
 from autoshard.family import Family, members_of, used_in
@@ -44,6 +46,7 @@ from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
+from autoshard.runtime.available_memory import available_memory
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
@@ -192,7 +195,7 @@ class FirstCall:
             "graph": [p.name for p in inventory.parameters if p.used],
             "optimizers": [optimizers.describe(o, names) for o in self.optimizers],
             "scaler": self.world.size > 1 and scaler.is_there(),
-            "_free": free_memory(device_of(self.model)),
+            "_free": available_memory(device_of(self.model)) + _held(self.model, self.optimizers),
             "_host": platform.node(),
             "_arithmetic": _arithmetic(device_of(self.model)),
         }
@@ -240,7 +243,7 @@ class FirstCall:
             return None
         make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
         make = as_it_will_step(make, self.config, where.cluster)
-        return Forecaster(captured, make, where.cluster, self.config.codegen)
+        return Forecaster(captured, make, where.cluster, self.config.codegen, self.manager.pipeline)
 
     def _capture(self) -> Capture | None:
         call = call_of(self.model)
@@ -288,6 +291,13 @@ class FirstCall:
 
 def _as_it_is(plan: Plan) -> Plan:
     return plan
+
+
+def _held(model: nn.Module, steppers: Sequence[Optimizer]) -> int:
+    """Bytes on the model's device that the model and its optimizers have already, which a plan counts as well."""
+    state = [value for optimizer in steppers for of_one in optimizer.state.values() for value in tree_leaves(of_one)]
+    tensors = [*model.parameters(), *model.buffers(), *(value for value in state if isinstance(value, Tensor))]
+    return sum(t.numel() * t.element_size() for t in tensors if t.device == device_of(model))
 
 
 def _arithmetic(device: torch.device) -> str:

@@ -25,10 +25,11 @@ from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, floating
+from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
 from autoshard.plan import Plan
-from autoshard.rehearsal import Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
+from autoshard.rehearsal import DEFAULT, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
 TRIALS = 6  # how many choices are simulated
@@ -40,12 +41,13 @@ Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 @dataclass
 class Forecaster:
     """Predicts plans of one captured model on one cluster. Plans that differ only in what the graphs do not show share
-    a rehearsal."""
+    a rehearsal. passes: that a job would run."""
 
     captured: Capture
     make_optimizer: Make
     cluster: Cluster
     codegen: str
+    passes: Sequence[Pass] = DEFAULT
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class Forecaster:
         """Stages that differ in what backward gathers again have this in common."""
         key = (*_layouts(plan), plan.recompute)
         if key not in self._ready:
-            self._ready[key] = prepare(self.captured, plan, self.inductor, fuses(self.codegen, self.cluster.device))
+            self._ready[key] = prepare(self.captured, plan, self.inductor, fuses(self.codegen, self.cluster.device), self.passes)
         return self._ready[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:

@@ -17,6 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
+from autoshard.passes.registry import pipeline_for
 from autoshard.plan import Plan
 from autoshard.runtime.fused_step import unfusable
 from autoshard.units import parse_bytes
@@ -55,7 +56,7 @@ def forecaster(
     compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
     captured = capture(model, example_inputs, compute, open)
     make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
-    return Forecaster(captured, make, cluster, config.codegen)
+    return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))
 
 
 def as_it_will_step(make: Make, config: Config, cluster: Cluster) -> Make:

@@ -24,7 +24,7 @@ from autoshard.ops.block import Block, block_named
 from autoshard.ops.layout import ACROSS, INSIDE, layout_of, layout_of_parameter
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
-from autoshard.passes.base import Context, Phase
+from autoshard.passes.base import Context, Pass, Phase
 from autoshard.passes.dump import Dump
 from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.manager import PassManager
@@ -32,6 +32,7 @@ from autoshard.passes.outline_blocks import BLOCKS, POLICY
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
+DEFAULT = registry.parse(registry.DEFAULT)
 NAME_OF_AXES = "+".join  # a rehearsal's process groups have the names of their axes: see `groups_of`
 _BLOCK_BACKWARD = torch.ops.autoshard.block_backward.default
 
@@ -56,12 +57,14 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
     return prepare(captured, plan, inductor).cut(plan)
 
 
-def prepare(captured: Capture, plan: Plan, inductor: bool, fuses: Device | None = None) -> Prepared:
-    """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`."""
+def prepare(
+    captured: Capture, plan: Plan, inductor: bool, fuses: Device | None = None, passes: Sequence[Pass] = DEFAULT
+) -> Prepared:
+    """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run."""
     gm = copy.deepcopy(captured.graph)
     hoist_unshards(gm)  # whose layouts would not be seen
     residues = _write_layouts(gm, captured, plan)
-    manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
+    manager = PassManager(passes, Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
     with _tracing(captured):
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]

@@ -57,6 +57,12 @@ def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
     assert dataclasses.replace(plan, compute="").hash != plan.hash
 
 
+def test_one_process_trains_in_its_model_s_dtypes_and_says_so() -> None:
+    plan = make_plan(_blocks(), Config(precision="bf16"), _where(1))
+    assert (plan.compute, plan.reduce) == ("", "") and any(reason.startswith("precision: one process") for reason in plan.why)
+    assert not any("precision" in reason for reason in make_plan(_blocks(), Config(), _where(1)).why)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1, "world": 2}'])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="plan:"):

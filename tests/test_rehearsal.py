@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+import autoshard
 from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.errors import UnsupportedError
 from autoshard.ops import packing
 from autoshard.passes import graphs
 from autoshard.passes.choose_zero import Circumstances, make_plan
@@ -72,6 +75,36 @@ def _line(node: Node) -> str:
     paths = [path for path, _ in stack.values() if "layers" in path]
     given = graphs.arguments_text((node.args, node.kwargs), lambda n: graphs.described(n.meta.get("example_value")))
     return f"{node.target} {given} {graphs.described(node.meta.get('example_value'))} {paths[:1]}"
+
+
+def test_a_forecast_is_of_the_passes_that_a_job_runs() -> None:
+    two, x = Cluster(1, 2, DEVICES["cpu"]), torch.zeros(64, 512)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    plans = [autoshard.plan(model, x, Config(zero=3, codegen="eager", disable_passes=names), two) for names in ((), ("overlap",))]
+    planned, without = (plan.predicted.seconds["waiting"] for plan in plans)
+    assert planned < without
+
+
+class Holds(nn.Module):
+    """Tensors that are neither parameters nor buffers, and something else."""
+
+    def __init__(self, other: object = None) -> None:
+        super().__init__()
+        self.linear, self.mask, self.other = nn.Linear(8, 8), torch.ones(8), other
+        self.tables = {"cos": [torch.ones(8), self.linear.weight.detach() * 2]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.mask * self.tables["cos"][0]).sum()
+
+
+def test_tensors_beside_parameters_are_captured() -> None:
+    captured = capture(Holds(), torch.zeros(2, 8))
+    assert [n.op for n in captured.graph.graph.nodes].count("placeholder") == len(captured.inputs) == 5
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="Holds cannot be planned, since copy.deepcopy fails of it .TypeError: cannot pickle"):
+        capture(Holds(threading.Lock()), torch.zeros(2, 8))
 
 
 def test_sizes_are_those_of_the_example_whatever_was_traced_before() -> None:

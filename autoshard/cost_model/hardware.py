@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from autoshard.errors import ClusterError
 
@@ -138,11 +135,3 @@ def is_known(device: Device) -> bool:
 
 def _letters(text: str) -> str:
     return "".join(c for c in text.lower() if c.isalnum()).replace("geforce", "")
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still take: of the GPU, or its share of the host's memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(pages) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

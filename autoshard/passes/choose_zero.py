@@ -202,7 +202,7 @@ def _at_stage(
         )
         for name, members, cut in grouped
     )
-    compute, reduce = config.dtypes()
+    compute, reduce = config.dtypes() if where.cluster.world > 1 else (None, None)
     plan = Plan(
         world=where.cluster.world,
         axes=axes,
@@ -215,10 +215,17 @@ def _at_stage(
         recompute=_asked_for(config, inventory),
         covered=inventory.covered,
     )
+    plan = _without_precision(plan, config)
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
     return predict(plan, inventory, where.states(config), where.cluster)
+
+
+def _without_precision(plan: Plan, config: Config) -> Plan:
+    if not plan.leaves_alone or config.dtypes() == (None, None):
+        return plan
+    return plan.because("precision: one process trains in the dtypes of its model, as they are (torch.autocast or model.to() change that)")
 
 
 def _with_early_gathers(plan: Plan) -> Plan:
