@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autoshard import Plan
+from autoshard import Plan, flags
 from autoshard.cli import main, parser
 from autoshard.report import plan_tables, rendered
 
@@ -187,9 +188,46 @@ def test_a_plan_file_is_checked_against_a_model(
         assert says in capsys.readouterr().err
 
 
-def test_every_flag_of_a_config_field_explains_itself() -> None:
+def _of_plan() -> argparse.ArgumentParser:
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert all(a.help for a in commands.choices["plan"]._actions)
+    found: argparse.ArgumentParser = commands.choices["plan"]
+    return found
+
+
+def test_every_flag_of_a_config_field_explains_itself() -> None:
+    assert all(a.help for a in _of_plan()._actions)
+
+
+FLAGS: dict[str, tuple[str, Any]] = {
+    "zero": ("3", 3),
+    "mesh": ("replicate=2,shard=4", {"replicate": 2, "shard": 4}),
+    "memory_budget": ("0.9", 0.9),
+    "recompute": ("full", "full"),
+    "precision": ("bf16", "bf16"),
+    "compression": ("powersgd", "powersgd"),
+    "compression_rank": ("8", 8),
+    "hierarchy": ("flat", "flat"),
+    "early_gathers": ("True", True),
+    "codegen": ("eager", "eager"),
+    "cluster": ("ours.yaml", "ours.yaml"),
+    "optimizer": ("sgd", "sgd"),
+    "fuse_optimizer": ("False", False),
+    "buffers": ("local", "local"),
+    "replicate_below": ("0", 0),
+    "plan": ("plan.json", "plan.json"),
+    "passes": ("name_parameters", "name_parameters"),
+    "disable_passes": ("early_matmuls,early_gathers", ("early_matmuls", "early_gathers")),
+}
+
+
+def test_every_flag_becomes_a_field_of_the_type_that_config_takes() -> None:
+    there = [a for a in _of_plan()._actions if a.dest.startswith("config_")]
+    assert {a.dest.removeprefix("config_") for a in there} == set(FLAGS)
+    for action in there:
+        name = action.dest.removeprefix("config_")
+        text, value = FLAGS[name]
+        read = getattr(flags.config(parser().parse_args(["plan", *action.option_strings, text])), name)
+        assert (type(read), read) == (type(value), value), name
 
 
 def test_parameters_outside_of_the_graph_come_first(model: str) -> None:
