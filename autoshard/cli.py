@@ -36,6 +36,7 @@ from autoshard.version import __version__
 
 PATIENCE = 1.0  # seconds of work after which what is known is shown
 _CLUSTER = ("nnodes", "nproc_per_node", "device")
+_SIZES = ("batch", "seq")
 
 
 def run() -> None:
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"autoshard {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     p = commands.add_parser("plan", help="print how a model would be trained")
-    p.add_argument("--batch", type=int, default=1, help="with --hf: sequences a process (default 1)")
+    p.add_argument("--batch", type=int, help="with --hf: sequences a process (default 1)")
     p.add_argument("--seq", type=int, help="with --hf: tokens a sequence (default 2048, or what the model takes)")
     p.add_argument("--json", action="store_true", help="print the plan as a file that Config(plan=...) reads")
     _add_model_and_cluster(p)
@@ -114,9 +115,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     config = flags.config(arguments)
     pinned = config.resolved_plan()
     if pinned is not None and arguments.model is None and arguments.hf is None:
-        _refuse_cluster(arguments)
+        _refuse_beside_a_plan(arguments)
         return pinned
-    candidate, cluster = _candidate(arguments, arguments.batch, arguments.seq), _cluster(arguments)
+    candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments)
     optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
@@ -159,11 +160,20 @@ def _print_tables(console: Console, made: Plan) -> None:
         console.print(part)
 
 
-def _refuse_cluster(arguments: argparse.Namespace) -> None:
-    """A plan that is only shown has its processes already."""
-    for name in _CLUSTER:
+def _refuse_beside_a_plan(arguments: argparse.Namespace) -> None:
+    """A plan that is only shown has its processes already, and what it was predicted for."""
+    for name in (*_CLUSTER, *_SIZES):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"{name}: a plan file says that itself; legal: with a model, to check the plan against it")
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[int, int | None]:
+    """The batch and the sequence that `plan` traces of a Hugging Face model. A model file has example inputs."""
+    for name in _SIZES:
+        value = getattr(arguments, name)
+        if value is not None and arguments.model is not None and arguments.hf is None:
+            raise ConfigError(f"--{name}: {value} beside a model file, whose example inputs say that; legal: with --hf")
+    return 1 if arguments.batch is None else arguments.batch, arguments.seq
 
 
 def _candidate(arguments: argparse.Namespace, batch: int, seq: int | None) -> Candidate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autoshard.cli import main, parser
 from autoshard.report import plan_tables, rendered
 
 MODEL = """
+import argparse
 import torch
 from torch import nn
 
@@ -36,6 +38,14 @@ def with_sgd():
 
 def fails():
     raise KeyError("hello")
+
+def has_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=4096)
+    return Net(), torch.zeros(2, parser.parse_args().width)
+
+def exits():
+    raise SystemExit("no data")
 
 def nothing():
     return 3
@@ -116,12 +126,15 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
     [
         (["{model}:nope"], "has no function 'nope'"),
         (["{model}:fails"], "failed: KeyError: 'hello'"),
-        (["{model}:nothing"], "returned int; legal: (model, example_inputs)"),
+        (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
+        (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),
         (["{model}:misfit"], "cannot be called with these example inputs"),
         (["nowhere.py"], "is no Python file"),
         ([], "give one of: a model file, or --hf"),
         (["{model}", "--zero", "5"], "zero: 5 is not legal"),
         (["{model}", "--device", "abacus"], "device: 'abacus' is not known"),
+        (["{model}", "--batch", "4"], "--batch: 4 beside a model file, whose example inputs say that; legal: with --hf"),
+        (["{model}", "--seq", "128"], "--seq: 128 beside a model file"),
         (["{model}", "--mesh", "shard"], "legal: replicate=2,shard=4"),
         (["{model}", "--mesh", "shard=3"], "makes 3 processes; the job has 1"),
         (["{model}", "--memory-budget", "0.5GiB", "--nproc-per-node", "2", "--zero", "0"], "short: at best"),
@@ -144,7 +157,28 @@ def test_what_is_wrong_is_said_without_a_traceback(
     model: str, configs: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     assert main(["plan", *(a.format(model=model, **configs) for a in arguments)]) == 2
-    assert says in capsys.readouterr().err
+    assert says.format(model=model) in capsys.readouterr().err
+
+
+SCRIPT = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", required={required})
+parser.parse_args()
+"""
+
+
+def test_a_model_file_finds_no_arguments_but_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["autoshard", "plan", "script.py", "--zero", "1"]
+    monkeypatch.setattr("sys.argv", given)
+    for required, code in (False, 0), (True, 2):
+        script = tmp_path / f"script_{code}.py"
+        script.write_text(SCRIPT.format(required=required) + MODEL)
+        assert main(["plan", f"{script}:has_arguments"]) == code
+        assert sys.argv is given
+    assert f"{script} cannot be imported: it exits (2), as argparse does where arguments are missing" in capsys.readouterr().err
 
 
 def test_a_sweep_says_which_batches_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +216,7 @@ def test_a_plan_file_is_checked_against_a_model(
         ([model, "--nproc-per-node", "2", "--plan", str(file)], "made for 4 processes; the job has 2"),
         (["--hf", configs["llama"], "--nproc-per-node", "4", "--plan", str(file)], "plan: not of this model"),
         (["--nproc-per-node", "4", "--plan", str(file)], "nproc_per_node: a plan file says that itself"),
+        (["--batch", "4", "--plan", str(file)], "batch: a plan file says that itself"),
         (["--zero", "3", "--plan", str(file)], "zero: a pinned plan decides this"),
     ]:
         assert main(["plan", *arguments]) == 2
