@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import nn
 
 from autoshard import flags
+from autoshard.cache import writable, write_at_once
 from autoshard.calibrate import calibrate
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
@@ -77,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--seq", type=_numbers, help="tokens a sequence: 1024,2048 (default: the example's; with --hf as of plan)")
     _add_model_and_cluster(s)
     c = commands.add_parser("calibrate", help="measure this machine for better predictions; under torchrun, its links too")
-    c.add_argument("--out", type=Path, help="file for the cluster (default: where cluster='auto' finds it)")
+    c.add_argument("--out", type=_file, help="file for the cluster (default: where cluster='auto' finds it)")
     return top
 
 
@@ -101,14 +102,27 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
+def _file(text: str) -> Path:
+    """What a link such as /dev/stdout stands for is written to, not the link."""
+    return Path(text).resolve()
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measures, and rank 0 writes: it looks before whether it can, since measuring takes minutes."""
+    leads = int(os.environ.get("RANK", "0")) == 0
+    if leads and not writable(file := arguments.out or cache_file("cpu")):
+        raise _unwritable(file)
     cluster = calibrate()
-    file = arguments.out or cache_file(cluster.device.name)
-    if int(os.environ.get("RANK", "0")) == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(cluster.to_yaml())
+    if leads:
+        file = arguments.out or cache_file(cluster.device.name)
+        if not write_at_once(file, cluster.to_yaml()):
+            raise _unwritable(file)
         print(f"{file}: {counted(cluster.world, 'process', 'processes')} of {cluster.device.name}, measured")
     return 0
+
+
+def _unwritable(file: Path) -> ConfigError:
+    return ConfigError(f"--out: {str(file)!r} cannot be written; legal: a file in a folder that this user may write to")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -12,6 +12,8 @@ import pytest
 
 from autoshard import Plan, flags
 from autoshard.cli import main, parser
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.report import plan_tables, rendered
 
 MODEL = """
@@ -263,6 +265,25 @@ def test_every_flag_becomes_a_field_of_the_type_that_config_takes() -> None:
         text, value = FLAGS[name]
         read = getattr(flags.config(parser().parse_args(["plan", *action.option_strings, text])), name)
         assert (type(read), read) == (type(value), value), name
+
+
+def test_a_calibration_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.cli.calibrate", lambda: pytest.fail("was measured"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "ours.yaml"):
+        assert main(["calibrate", "--out", str(out)]) == 2
+        assert f"--out: {str(out)!r} cannot be written; legal: a file" in capsys.readouterr().err
+
+
+def test_a_calibration_is_written_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, out = Cluster(1, 2, DEVICES["cpu"]), tmp_path / "new" / "ours.yaml"
+    monkeypatch.setattr("autoshard.cli.calibrate", lambda: cluster)
+    (tmp_path / "link").symlink_to(out)
+    for link in (out, tmp_path / "link"):
+        assert main(["calibrate", "--out", str(link)]) == 0
+        assert Cluster.load(out) == cluster and list(out.parent.iterdir()) == [out]
 
 
 def test_parameters_outside_of_the_graph_come_first(model: str) -> None:

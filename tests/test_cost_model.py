@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -658,6 +659,14 @@ def test_a_calibration_that_counts_otherwise_is_refused() -> None:
         Cluster.from_yaml(now.to_yaml().replace("tables 2,", "tables 1,"))
     with pytest.raises(ClusterError, match="run autoshard calibrate again"):
         Cluster.from_yaml("device: {preset: cpu, source: 'measured by autoshard calibrate, torch 2.13.0'}")
+
+
+def test_the_file_of_a_bad_cluster_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    for data, says in ((b"nodes: 0\ndevice: h100", "nodes: 0 is not legal"), (b"\xff", "")):
+        file.write_bytes(data)
+        with pytest.raises(ClusterError, match=f"{re.escape(str(file))}: {says}"):
+            Cluster.load(file)
 
 
 def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

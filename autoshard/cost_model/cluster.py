@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from autoshard.cache import cache_folder
+from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import DEVICES, Device, Link
 from autoshard.errors import ClusterError
@@ -71,11 +71,13 @@ class Cluster:
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """The cluster in a file."""
+        """The cluster in a file. ClusterError names the file, and what is not legal in it."""
         try:
             return Cluster.from_yaml(Path(path).read_text())
         except OSError as error:
             raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror})") from error
+        except (ClusterError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{path}: {error}") from error
 
 
 _MEASURED = "measured by autoshard calibrate"
@@ -95,9 +97,9 @@ def cache_file(device: str) -> Path:
 
 
 def measured_here(name: str) -> Device:
-    """The device of this name as it was measured on this machine; its preset where it was not."""
+    """The device of this name as it was measured on this machine; its preset where it was not, or where that cannot be read."""
     known, file = preset(name), cache_file(name)
-    return Cluster.load(file).device if file.exists() else known
+    return Cluster.load(file).device if readable(file) else known
 
 
 def with_rate(cluster: Cluster, rate: float) -> Cluster:
