@@ -601,6 +601,9 @@ def test_a_cluster_survives_yaml() -> None:
     short = "nodes: 2\nper_node: 8\ndevice: {preset: h100, name: ours, memory: 96e9, across: {bandwidth: 50e9}}"
     read = Cluster.from_yaml(short)
     assert read.device.name == "ours" and read.device.memory == 96e9 and read.device.across.latency == 10e-6
+    for said, more in (("{}", {}), ("{fp64: 60e12, fp32: 50e12}", {"fp64": 60e12, "fp32": 50e12})):
+        read = Cluster.from_yaml(f"device: {{preset: h100, flops: {said}}}")
+        assert read.device.flops == {**DEVICES["h100"].flops, **more}
 
 
 @pytest.mark.parametrize(
@@ -616,6 +619,7 @@ def test_a_cluster_survives_yaml() -> None:
         ("device: {preset: h100, inside: {latency: soon}}", "latency: 'soon' is not legal"),
         ("device: {preset: h100, tables: {pointwise: [[2, 1.0], [1, 1.0]]}}", "each above the last"),
         ("device: {preset: h100, tables: {pointwise: [[2]]}}", "legal: \\[size, seconds\\]"),
+        ("device: {name: x, memory: 0, flops: {}, bandwidth: 1e9, launch: 0, inside: {}, across: {}}", "flops: {} is not legal"),
         ("device: {name: x}", "memory is missing"),
         ("nodes: 1", "device is missing"),
     ],

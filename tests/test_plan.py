@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,6 +70,31 @@ def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
     text = make_plan(_blocks(), Config(zero=2), _where()).to_json()
     with pytest.raises(PlanError, match=f"plan: {name}: 'no' is not legal; legal: true, false"):
         Plan.from_json(json.dumps({**json.loads(text), name: "no"}))
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value", "says"),
+    [
+        ((), "recomputte", [], "plan: 'recomputte' is not known; did you mean 'recompute'?"),
+        ((), "axis", [], "plan: 'axis' is not known; did you mean 'axes'?"),
+        (("groups", 0), "last_used", 3, "plan: groups: 'last_used' is not known; did you mean 'last_use'?"),
+        (("groups", 0, "degrees"), "optimiser", 8, "plan: degrees: 'optimiser' is not known; did you mean 'optimizer'?"),
+        (("predicted",), "memry", {}, "plan: predicted: 'memry' is not known; did you mean 'memory'?"),
+        (("predicted", "traffic", 0), "byte", 3, "plan: traffic: 'byte' is not known; did you mean 'bytes'?"),
+        (("predicted",), "error", [0.1], "plan: not a plan file"),
+        ((), "axes", [["shard", 2, 4]], r"plan: axes: \[\['shard', 2, 4\]\] is not legal; legal: a list of pairs"),
+        ((), "recompute", ["layers.0"], r"plan: recompute: \['layers.0'\] is not legal; legal: a list of pairs"),
+        ((), "buffers", "rank0", "plan: buffers: 'rank0' is not legal; legal: broadcast, local"),
+    ],
+)
+def test_what_a_plan_file_cannot_say_is_refused_by_name(where: tuple[Any, ...], key: str, value: Any, says: str) -> None:
+    data = json.loads(make_plan(_blocks(), Config(zero=2), _where()).to_json())
+    part = data
+    for step in where:
+        part = part[step]
+    part[key] = value
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(json.dumps(data))
 
 
 def test_a_plan_must_fit_its_mesh() -> None:

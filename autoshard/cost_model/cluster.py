@@ -59,7 +59,7 @@ class Cluster:
     @staticmethod
     def from_yaml(text: str) -> Cluster:
         """Inverse of `to_yaml`. A device may be a preset's name, or a mapping that has one as `preset` and says what
-        differs. ClusterError names what is not legal."""
+        differs, of its links and flops too. ClusterError names what is not legal."""
         try:
             data = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -123,14 +123,15 @@ def _device(data: Any) -> Device:
         return preset(data)
     names = tuple(f.name for f in fields(Device))
     data = _mapping("device", data, ("preset", *names))
-    if "preset" in data:
-        base = preset(data.pop("preset"))
-    else:
+    named = "preset" in data
+    base = preset(data.pop("preset", "cpu"))
+    if not named:
         missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "drag", "skew", "wake", "tables")]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
-        base = DEVICES["cpu"]
     made = {name: _field(name, value, base) for name, value in data.items()}
+    if named:
+        made["flops"] = {**base.flops, **made.get("flops", {})}
     source = str(made.get("source", ""))
     if source.startswith(_MEASURED) and f"tables {TABLES}," not in source:
         raise ClusterError(f"device: {source!r} counts kernels in another way than this version; run autoshard calibrate again")

@@ -66,6 +66,8 @@ class Device:
         _in_range("drag", self.drag, 0, 10, "seconds a second")
         _in_range("skew", self.skew, 0, 10, "seconds a second")
         _in_range("wake", self.wake, 0, 1, "seconds")
+        if not self.flops:
+            raise ClusterError("flops: {} is not legal; legal: operations a second of one or more of bf16, fp16, fp32, fp64")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():
