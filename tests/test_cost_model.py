@@ -635,16 +635,23 @@ def test_devices_are_known_by_what_drivers_call_them() -> None:
         "NVIDIA H100 80GB HBM3": "h100",
         "NVIDIA H100 PCIe": "h100-pcie",
         "NVIDIA H200": "h200",
+        "NVIDIA B200": "b200",
+        "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA A100-SXM4-40GB": "a100-40",
-        "NVIDIA A100 80GB PCIe": "a100",
+        "NVIDIA A100 80GB PCIe": "a100-pcie",
+        "NVIDIA A100-PCIE-40GB": "a100-pcie",
+        "NVIDIA L4": "l4",
         "NVIDIA GeForce RTX 4090": "rtx4090",
         "Tesla V100-SXM2-32GB": "v100",
+        "Tesla V100-PCIE-16GB": "v100-pcie",
         "AMD Instinct MI300X": "mi300x",
     }
+    assert {*names.values(), "cpu"} == set(DEVICES)
     for name, expected in names.items():
-        assert device_named_like(name, 40 * gib).name == expected, name
-    unknown = device_named_like("NVIDIA T4", 16 * gib)
-    assert unknown.name == "NVIDIA T4" and unknown.memory == 16 * gib and not is_known(unknown)
+        assert device_named_like(name, 40 * gib) == replace(DEVICES[expected], memory=40 * gib), name
+    for name in ("NVIDIA T4", "NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
+        unknown = device_named_like(name, 16 * gib)
+        assert unknown.name == name and unknown.memory == 16 * gib and not is_known(unknown)
     assert all(d.source for d in DEVICES.values())
 
 
