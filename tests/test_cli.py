@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoshard import Plan, flags
+from autoshard import Degrees, ParameterGroup, Plan, flags
 from autoshard.cli import main, parser
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -289,3 +289,12 @@ def test_a_calibration_is_written_where_it_was_asked_for(tmp_path: Path, monkeyp
 def test_parameters_outside_of_the_graph_come_first(model: str) -> None:
     whole = Plan(world=1, axes=(("shard", 1),), groups=(), covered=0.5)
     assert "Warning: the first captured graph holds 50.0%" in rendered(plan_tables(whole)).splitlines()[1]
+
+
+def test_a_row_stands_for_several_only_where_their_numbers_follow_each_other() -> None:
+    names = ("layers.0", "layers.1", "layers.2", "layers.5", "layer1.0", "layer1.1", "layer2.0")
+    groups = tuple(ParameterGroup(name, (f"{name}.weight",), Degrees(1, 1, 1)) for name in names)
+    made = Plan(1, (("shard", 1),), groups, recompute=tuple((name, "full") for name in names))
+    shown = [line.split()[0] for line in rendered(plan_tables(made)).splitlines() if "layer" in line]
+    rows = ["layers.{0..2}", "layers.5", "layer1.{0..1}", "layer2.0"]
+    assert shown == [*rows, *rows]  # of the groups, and of what is recomputed

@@ -160,6 +160,16 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_policy_of_many_results_fits_into_its_column() -> None:
+    sweep = _swept("small", "eager")
+    saved = "save " + " ".join(f"addmm#{i}" for i in range(12))
+    for policies, said in (((("layers.1", saved),), "save 12"), ((("layers.0", "full"), ("layers.1", saved)), "by block")):
+        ways = tuple(replace(way, plan=replace(way.plan, recompute=policies)) for way in sweep.ways)
+        lines = rendered(sweep_tables(replace(sweep, ways=ways), [4])).splitlines()
+        (row,) = (line for line in lines if line.split()[:1] == ["4"])
+        assert said in row and "…" not in row
+
+
 def test_it_chooses_the_fastest_that_fits() -> None:
     sweep = _swept("small", "eager")
     swept = sweep.at(batch=np.arange(1, 9), sequence=16)
