@@ -116,6 +116,23 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
     assert max(g.degrees.stage for g in chosen.groups) == 3
 
 
+def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
+    """Where a stage fits as it is, no later one is simulated."""
+
+    def forecast(plan: Plan) -> Plan:
+        size = {"activations": 100 - 10 * max(g.degrees.stage for g in plan.groups)}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=size, seconds={"compute": 1.0}))
+
+    def fit(plan: Plan, budget: int) -> Plan:
+        found = dataclasses.replace(plan, recompute=(("layers.0", "full"),))
+        return dataclasses.replace(found, predicted=dataclasses.replace(plan.predicted, memory={"activations": budget}))
+
+    simulated = "the least time of those that were simulated and fit"
+    for budget, said in ((None, "the least time on the wire of those that fit"), (75, simulated)):
+        plan = make_plan(_blocks(), Config(), _where(8, budget), forecast, fit)
+        assert [why for why in plan.why if "chosen" in why] == [why for why in plan.why if f"(chosen: {said})" in why] != []
+
+
 @given(st.integers(1, 64), st.integers(10_000, 100_000_000))
 def test_auto_never_exceeds_the_budget(world: int, budget: int) -> None:
     try:

@@ -116,7 +116,8 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
     if not fitting:
         _check_budget(plans, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
-    return plans[chosen].because(*(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
+    least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
+    return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
@@ -133,14 +134,15 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
     )
 
 
-def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
+def _reason(stage: int, plan: Plan, chosen: str, budget: int | None) -> str:
+    """What there is to say of a stage. chosen: why it was; "": it was not."""
     predicted = plan.predicted
     memory = bytes_text(predicted.footprint) + (" at most" if predicted.place else " and activations")
     memory += " with recomputation" if plan.recompute else ""
     text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""
-    if stage == chosen:
-        return text + " (chosen: the least time among those that fit)"
+    if chosen:
+        return f"{text} (chosen: {chosen})"
     if budget is not None and predicted.footprint > budget:
         return text + f" ({bytes_text(predicted.footprint - budget)} over the budget)"
     return text
