@@ -28,7 +28,7 @@ from autoshard.cost_model.optimizer import Make, like
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
 from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
-from autoshard.planning import first_look, plan
+from autoshard.planning import first_look, machines, plan
 from autoshard.report import plan_tables
 from autoshard.sweep import Sweep, sweep
 from autoshard.sweep_report import sweep_tables
@@ -208,7 +208,7 @@ def _at_least_one(name: str, value: Any) -> None:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """What the flags say, over what the cluster's file says."""
-    said = flags.config(arguments).resolved_cluster() or Cluster(1, 1, measured_here("h100"))
+    said = machines(flags.config(arguments), "h100")
     for name in ("nnodes", "nproc_per_node"):
         if getattr(arguments, name) is not None:
             _at_least_one(name, getattr(arguments, name))

@@ -20,7 +20,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED
 from autoshard.cost_model.timeline import Sharing
-from autoshard.errors import PlanError, SweepError
+from autoshard.errors import ClusterError, PlanError, SweepError
 from autoshard.forecast import Forecaster
 from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, first_look
@@ -190,6 +190,16 @@ def test_a_pinned_plan_is_the_only_way_and_forecast_as_it_was_made() -> None:
     assert int(sweep.at(batch=4, sequence=16).peak) == made.predicted.peak_bytes
     with pytest.raises(PlanError, match="made for 2 processes; the job has 1"):
         autoshard.sweep(Small(), batch, pinned)
+
+
+@pytest.mark.parametrize("make", [autoshard.plan, autoshard.sweep])
+def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any) -> None:
+    torch.compiler.reset()
+    model, x = Fours(1, 1), torch.zeros(2, 8, dtype=torch.long)
+    assert make(model, x, Config(cluster=TWO, codegen="eager")).world == 2
+    assert make(model, x, Config(cluster=TWO, codegen="eager"), Cluster(1, 3, DEVICES["cpu"])).world == 3
+    with pytest.raises(ClusterError, match="cluster: 'nowhere.yaml' cannot be read"):
+        make(model, x, Config(cluster="nowhere.yaml"))
 
 
 def test_sizes_that_cannot_be_are_named() -> None:
