@@ -113,7 +113,8 @@ class Prediction:
     driver, at most; None where there is no such allocator or nothing was simulated. place: that moment, an operation and the model's line. error: by
     how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
     step, by part: compute, waiting for collectives, and the optimizer; none where they were not simulated. seconds_error:
-    as error. unknown: what the model leaves out, said in every table.
+    as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
+    known.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -124,6 +125,7 @@ class Prediction:
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_error: tuple[float, float] | None = None
     reserved: int | None = None
+    budget: int | None = None
 
     @property
     def peak_bytes(self) -> int:

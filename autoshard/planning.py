@@ -12,7 +12,7 @@ from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_here
 from autoshard.cost_model.optimizer import NAMED, Make
-from autoshard.errors import PlanError
+from autoshard.errors import ConfigError, PlanError
 from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
@@ -35,16 +35,17 @@ def plan(
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
     cluster: None: the one of config.cluster; where that says none either, one process on CPUs as they were measured here.
     optimizer: makes the optimizer from a list of parameters; None: as config.optimizer says.
-    Raises BudgetError if nothing fits, ConfigError if the mesh does not, ClusterError if config.cluster is a file that cannot be
-    read, PlanError if a pinned plan is not of this model and this many processes.
+    Raises BudgetError if nothing fits, ConfigError if the mesh does not or the budget is a share of what is not known, ClusterError
+    if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes.
     """
     config, cluster = asked_for(config, cluster)
+    where = circumstances(config, cluster)
     forecast = forecaster(model, example_inputs, config, cluster, optimizer)
-    pinned = pinned_plan(config, forecast.captured.inventory, cluster.world)
+    inventory = forecast.captured.inventory
+    pinned = pinned_plan(config, inventory, cluster.world)
     if pinned is not None:
-        inventory, where = forecast.captured.inventory, circumstances(config, cluster)
-        return forecast(predict(pinned, inventory, where.states(config), cluster))
-    return make_plan(forecast.captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
+        return forecast(predict(pinned, inventory, config, where))
+    return make_plan(inventory, config, where, forecast, forecast.fit)
 
 
 def asked_for(config: Config | None, cluster: Cluster | None) -> tuple[Config, Cluster]:
@@ -115,12 +116,15 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
 
 
 def budget_bytes(config: Config, free: int | None) -> int | None:
-    """Bytes a process may use: what the config says, or what is free less a reserve; None without a limit."""
+    """Bytes a process may use: what the config says, or what is free less a reserve; None without a limit. free: None where that is
+    not known, of which a share is a ConfigError."""
     budget = config.memory_budget
     if isinstance(budget, str):
         return parse_bytes(budget)
     if isinstance(budget, int):
         return budget
-    if free is None:
+    if free is not None:
+        return int(free * (budget if budget is not None else 1 - RESERVE))
+    if budget is None:
         return None
-    return int(free * (budget if budget is not None else 1 - RESERVE))
+    raise ConfigError(f"memory_budget: {budget} is a share of memory that is not known; legal here: bytes, '72GiB', '80GB'")

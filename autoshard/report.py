@@ -87,6 +87,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         *_recompute_part(plan),
         _memory_table(plan),
         *_peak_lines(plan),
+        *_fits(plan),
         Text(""),
         *_time_part(plan),
         *_traffic_part(plan),
@@ -187,6 +188,17 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
         return []
     between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
     return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between)]
+
+
+def _fits(plan: Plan) -> list[RenderableType]:
+    """Whether the step fits into the budget; of one that was not simulated only that it does not is known."""
+    predicted = plan.predicted
+    if predicted.budget is None:
+        return []
+    over, budget = predicted.footprint - predicted.budget, f"{bytes_text(predicted.budget)}, what a process may use."
+    if over > 0:
+        return [Text(f"The step takes {bytes_text(over)} more than {budget}", style="yellow")]
+    return [Text(f"The step fits into {budget}")] if predicted.place else []
 
 
 def _sure(measured: str, between: Sequence[str]) -> Text:

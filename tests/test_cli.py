@@ -141,6 +141,7 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
         (["{model}", "--mesh", "shard=3"], "makes 3 processes; the job has 1"),
         (["{model}", "--memory-budget", "0.5GiB", "--nproc-per-node", "2", "--zero", "0"], "short: at best"),
         (["{model}", "--memory-budget", "1MiB"], "Cheapest fix: more than one process"),
+        (["{model}", "--memory-budget", "0.5", "--device", "cpu"], "memory_budget: 0.5 is a share of memory that is not known"),
         (["{model}", "--disable-passes", "name_parameters"], "requires names"),
         (["--plan", "nowhere.json"], "plan: 'nowhere.json' cannot be read"),
         (["{model}", "--mesh", "shard=4,shard=2"], "names an axis twice"),
@@ -284,6 +285,23 @@ def test_a_calibration_is_written_where_it_was_asked_for(tmp_path: Path, monkeyp
     for link in (out, tmp_path / "link"):
         assert main(["calibrate", "--out", str(link)]) == 0
         assert Cluster.load(out) == cluster and list(out.parent.iterdir()) == [out]
+
+
+def test_a_plan_says_whether_it_fits_also_where_nothing_is_chosen(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--json"]) == 0
+    small, pinned = tmp_path / "small.yaml", tmp_path / "plan.json"
+    small.write_text("device: {preset: l4, memory: 500e6}")
+    pinned.write_text(capsys.readouterr().out)
+    for arguments, says in [
+        (["--memory-budget", "4GiB"], "The step fits into 4.00 GiB, what a process may use."),
+        (["--zero", "0", "--device", "l4"], "The step fits into 21.60 GiB, what a process may use."),
+        (["--zero", "0", "--cluster", str(small)], " more than 429.15 MiB, what a process may use."),
+        (["--plan", str(pinned), "--cluster", str(small)], " more than 429.15 MiB, what a process may use."),
+    ]:
+        assert main(["plan", model, *arguments]) == 0
+        assert says in capsys.readouterr().out
 
 
 def test_parameters_outside_of_the_graph_come_first(model: str) -> None:

@@ -70,7 +70,7 @@ def make_plan(
     plans = at_stages(inventory, config, where)
 
     def whole(plan: Plan) -> Plan:
-        return forecast(predict(plan, inventory, where.states(config), where.cluster))
+        return forecast(predict(plan, inventory, config, where))
 
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_unshard(plan, budget, whole)
@@ -220,7 +220,7 @@ def _at_stage(
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
-    return predict(plan, inventory, where.states(config), where.cluster)
+    return predict(plan, inventory, config, where)
 
 
 def _with_early_gathers(plan: Plan) -> Plan:
@@ -242,9 +242,9 @@ def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], .
     return tuple((block, config.recompute) for block in blocks)
 
 
-def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> Plan:
+def predict(plan: Plan, inventory: Inventory, config: Config, where: Circumstances) -> Plan:
     """The plan with what the cost model says of it."""
     costs = costs_of(plan, inventory)
-    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster))
-    prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
+    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, where.cluster))
+    prediction = Prediction(step.memory(costs, where.states(config)), traffic, step.UNKNOWN, budget=where.budget)
     return replace(plan, predicted=prediction)
