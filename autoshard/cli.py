@@ -240,13 +240,17 @@ def show(made: Plan | Sweep, arguments: argparse.Namespace) -> None:
         return
     console = Console(highlight=False)
     if arguments.model is not None or arguments.hf is not None:
-        where = _cluster(arguments)
-        console.print(f"{where.nodes} x {where.per_node} {where.device.name}", style="dim")
+        console.print(_described(_cluster(arguments)), style="dim", markup=False)
     if isinstance(made, Plan):
         _print_tables(console, made)
         return
     for part in sweep_tables(made, arguments.batch, arguments.seq):
         console.print(part)
+
+
+def _described(cluster: Cluster) -> str:
+    """Its processes, and where the figures of their devices are from."""
+    return f"{cluster.nodes} x {cluster.per_node} {cluster.device.name} ({cluster.device.source or 'source not said'})"
 
 
 if __name__ == "__main__":

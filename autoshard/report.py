@@ -187,7 +187,8 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     if not predicted.place:
         return []
     between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
-    return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between)]
+    never = "Never compared with a measurement on this kind of device."
+    return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between, never)]
 
 
 def _fits(plan: Plan) -> list[RenderableType]:
@@ -201,11 +202,9 @@ def _fits(plan: Plan) -> list[RenderableType]:
     return [Text(f"The step fits into {budget}")] if predicted.place else []
 
 
-def _sure(measured: str, between: Sequence[str]) -> Text:
-    """How far predictions like this were off; nothing is known if `between` is empty."""
-    text = "Never compared with a measurement on this kind of device."
-    if between:
-        text = f"{measured} between {between[0]} and {between[1]} for predictions like this."
+def _sure(measured: str, between: Sequence[str], never: str) -> Text:
+    """How far predictions like this were off; `never` if `between` is empty, since nothing is known."""
+    text = f"{measured} between {between[0]} and {between[1]} for predictions like this." if between else never
     return Text(text, style="dim")
 
 
@@ -221,7 +220,8 @@ def _time_part(plan: Plan) -> list[RenderableType]:
         table.add_row(part, f"{seconds * 1e3:.2f}")
     table.add_row("in all", f"{predicted.step_seconds * 1e3:.2f}", style="bold")
     between = [f"{predicted.step_seconds * (1 + e) * 1e3:.2f} ms" for e in predicted.seconds_error or ()]
-    return [table, _sure("Measured steps took", between), Text("")]
+    never = "Times from figures like this device's were never compared with a measurement."
+    return [table, _sure("Measured steps took", between, never), Text("")]
 
 
 def _traffic_part(plan: Plan) -> list[RenderableType]:

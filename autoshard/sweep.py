@@ -143,8 +143,8 @@ def sweep(
         where.budget,
         captured.open,
         captured.open.conditions(captured.tracing.guards()),
-        accuracy.memory_error(cluster.device.name, forecast.inductor),
-        accuracy.time_error(cluster.device.name, forecast.inductor),
+        accuracy.memory_error(cluster.device, forecast.inductor),
+        accuracy.time_error(cluster.device, forecast.inductor),
     )
 
 

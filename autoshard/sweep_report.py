@@ -91,8 +91,11 @@ def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
 
 def _bands(sweep: Sweep) -> list[RenderableType]:
     """How far predictions like these were off."""
-    if sweep.error is None or sweep.seconds_error is None:
+    if sweep.error is None:
         return [Text("Never compared with a measurement on this kind of device.", style="dim")]
-    (least, most), (fastest, slowest) = sweep.error, sweep.seconds_error
-    text = f"Measured peaks were {least:+.1%} to {most:+.1%}, steps {fastest:+.0%} to {slowest:+.0%} off such predictions."
+    (least, most), times = sweep.error, sweep.seconds_error
+    peaks = f"Measured peaks were {least:+.1%} to {most:+.1%}"
+    if times is None:
+        return [Text(f"{peaks} off such predictions. Times from such figures were never compared.", style="dim")]
+    text = f"{peaks}, steps {times[0]:+.0%} to {times[1]:+.0%} off such predictions."
     return [Text(text, style="dim")]

@@ -93,6 +93,7 @@ def test_the_table_fits_80_columns(model: str, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "layers.{0..1}" in out and "8/8/8" in out and "1/8/8" in out and "communication" in out
     assert "The peak is at " in out and "in all" in out
+    assert out.startswith("1 x 8 h100 (NVIDIA H100 data sheet, SXM)\n")
     assert max(map(len, out.splitlines())) <= 80
 
 

@@ -42,6 +42,7 @@ from autoshard.errors import ClusterError
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
+from autoshard.report import plan_tables, rendered
 from tests.small import in_full
 
 BATCH, LENGTH = sympy.Symbol("batch"), sympy.Symbol("length")
@@ -351,6 +352,15 @@ def test_a_view_takes_a_call_where_no_code_is_generated(codegen: str, calls: boo
     slow = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1.0),)}))
     _, _, slower, _ = Forecaster(forecaster.captured, NAMED["adamw"], slow, codegen).simulated(plan)
     assert slower.seconds - took.seconds == pytest.approx(views, abs=1e-6)
+
+
+def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1)
+    measured = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1e-6),)}))
+    for cluster, said in ((forecaster.cluster, False), (measured, True)):
+        predicted = _plan(Forecaster(forecaster.captured, NAMED["adamw"], cluster, "eager"), 0).predicted
+        assert predicted.error is not None and (predicted.seconds_error is not None) == said
+        assert ("Measured steps took" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
 
 
 def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
