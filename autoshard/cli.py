@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import nn
 
 from autoshard import flags
+from autoshard.cache import writable, write_at_once
 from autoshard.calibrate import calibrate
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
@@ -27,7 +28,7 @@ from autoshard.cost_model.optimizer import Make, like
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
 from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
-from autoshard.planning import first_look, plan
+from autoshard.planning import first_look, machines, plan
 from autoshard.report import plan_tables
 from autoshard.sweep import Sweep, sweep
 from autoshard.sweep_report import sweep_tables
@@ -36,6 +37,7 @@ from autoshard.version import __version__
 
 PATIENCE = 1.0  # seconds of work after which what is known is shown
 _CLUSTER = ("nnodes", "nproc_per_node", "device")
+_SIZES = ("batch", "seq")
 
 
 def run() -> None:
@@ -67,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"autoshard {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     p = commands.add_parser("plan", help="print how a model would be trained")
-    p.add_argument("--batch", type=int, default=1, help="with --hf: sequences a process (default 1)")
+    p.add_argument("--batch", type=int, help="with --hf: sequences a process (default 1)")
     p.add_argument("--seq", type=int, help="with --hf: tokens a sequence (default 2048, or what the model takes)")
     p.add_argument("--json", action="store_true", help="print the plan as a file that Config(plan=...) reads")
     _add_model_and_cluster(p)
@@ -76,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--seq", type=_numbers, help="tokens a sequence: 1024,2048 (default: the example's; with --hf as of plan)")
     _add_model_and_cluster(s)
     c = commands.add_parser("calibrate", help="measure this machine for better predictions; under torchrun, its links too")
-    c.add_argument("--out", type=Path, help="file for the cluster (default: where cluster='auto' finds it)")
+    c.add_argument("--out", type=_file, help="file for the cluster (default: where cluster='auto' finds it)")
     return top
 
 
@@ -100,23 +102,36 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
+def _file(text: str) -> Path:
+    """What a link such as /dev/stdout stands for is written to, not the link."""
+    return Path(text).resolve()
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measures, and rank 0 writes: it looks before whether it can, since measuring takes minutes."""
+    leads = int(os.environ.get("RANK", "0")) == 0
+    if leads and not writable(file := arguments.out or cache_file("cpu")):
+        raise _unwritable(file)
     cluster = calibrate()
-    file = arguments.out or cache_file(cluster.device.name)
-    if int(os.environ.get("RANK", "0")) == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(cluster.to_yaml())
+    if leads:
+        file = arguments.out or cache_file(cluster.device.name)
+        if not write_at_once(file, cluster.to_yaml()):
+            raise _unwritable(file)
         print(f"{file}: {counted(cluster.world, 'process', 'processes')} of {cluster.device.name}, measured")
     return 0
+
+
+def _unwritable(file: Path) -> ConfigError:
+    return ConfigError(f"--out: {str(file)!r} cannot be written; legal: a file in a folder that this user may write to")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     config = flags.config(arguments)
     pinned = config.resolved_plan()
     if pinned is not None and arguments.model is None and arguments.hf is None:
-        _refuse_cluster(arguments)
+        _refuse_beside_a_plan(arguments)
         return pinned
-    candidate, cluster = _candidate(arguments, arguments.batch, arguments.seq), _cluster(arguments)
+    candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments)
     optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
@@ -159,11 +174,20 @@ def _print_tables(console: Console, made: Plan) -> None:
         console.print(part)
 
 
-def _refuse_cluster(arguments: argparse.Namespace) -> None:
-    """A plan that is only shown has its processes already."""
-    for name in _CLUSTER:
+def _refuse_beside_a_plan(arguments: argparse.Namespace) -> None:
+    """A plan that is only shown has its processes already, and what it was predicted for."""
+    for name in (*_CLUSTER, *_SIZES):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"{name}: a plan file says that itself; legal: with a model, to check the plan against it")
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[int, int | None]:
+    """The batch and the sequence that `plan` traces of a Hugging Face model. A model file has example inputs."""
+    for name in _SIZES:
+        value = getattr(arguments, name)
+        if value is not None and arguments.model is not None and arguments.hf is None:
+            raise ConfigError(f"--{name}: {value} beside a model file, whose example inputs say that; legal: with --hf")
+    return 1 if arguments.batch is None else arguments.batch, arguments.seq
 
 
 def _candidate(arguments: argparse.Namespace, batch: int, seq: int | None) -> Candidate:
@@ -184,7 +208,7 @@ def _at_least_one(name: str, value: Any) -> None:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """What the flags say, over what the cluster's file says."""
-    said = flags.config(arguments).resolved_cluster() or Cluster(1, 1, measured_here("h100"))
+    said = machines(flags.config(arguments), "h100")
     for name in ("nnodes", "nproc_per_node"):
         if getattr(arguments, name) is not None:
             _at_least_one(name, getattr(arguments, name))
@@ -216,13 +240,17 @@ def show(made: Plan | Sweep, arguments: argparse.Namespace) -> None:
         return
     console = Console(highlight=False)
     if arguments.model is not None or arguments.hf is not None:
-        where = _cluster(arguments)
-        console.print(f"{where.nodes} x {where.per_node} {where.device.name}", style="dim")
+        console.print(_described(_cluster(arguments)), style="dim", markup=False)
     if isinstance(made, Plan):
         _print_tables(console, made)
         return
     for part in sweep_tables(made, arguments.batch, arguments.seq):
         console.print(part)
+
+
+def _described(cluster: Cluster) -> str:
+    """Its processes, and where the figures of their devices are from."""
+    return f"{cluster.nodes} x {cluster.per_node} {cluster.device.name} ({cluster.device.source or 'source not said'})"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_or_own
-from autoshard.errors import ConfigError
-from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
+from autoshard.errors import ConfigError, nearest
+from autoshard.plan import BUFFERS, COMPRESSIONS, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
@@ -25,13 +24,6 @@ _DECIDING = (
     "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "hierarchy", "early_gathers",
     "buffers", "replicate_below",
 )
-
-
-def nearest(value: Any, legal: tuple[Any, ...]) -> str:
-    """The end of an error message: what was probably meant, and all that is legal."""
-    close = difflib.get_close_matches(str(value).lower(), [str(v) for v in legal], n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return hint + "legal: " + ", ".join(repr(v) for v in legal)
 
 
 def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:
@@ -119,7 +111,7 @@ class Config:
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))
         _one_of("early_gathers", self.early_gathers, (False, True))
-        _one_of("buffers", self.buffers, ("broadcast", "local"))
+        _one_of("buffers", self.buffers, BUFFERS)
         self._check_budget()
         self._check_mesh()
         self._check_precision()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Any
+
 from autoshard.torch_internals import ThroughDynamo
 
 
@@ -59,3 +62,10 @@ class StaleParameterError(AutoshardError):
 
 class DivergenceError(AutoshardError):
     """Parameters would silently differ between processes from here on."""
+
+
+def nearest(value: Any, legal: tuple[Any, ...]) -> str:
+    """The end of an error message: what was probably meant, and all that is legal."""
+    close = difflib.get_close_matches(str(value).lower(), [str(v) for v in legal], n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return hint + "legal: " + ", ".join(repr(v) for v in legal)

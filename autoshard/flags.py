@@ -6,13 +6,15 @@ import argparse
 import inspect
 import re
 from dataclasses import fields
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 
 _ONLY_WHEN_RUNNING = ("verbose", "timeout", "arrival", "dump_dir")
 _PREFIX = "config_"
+_HINTS = get_type_hints(Config)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,23 +37,27 @@ def config(arguments: argparse.Namespace) -> Config:
 
 
 def _value(name: str, text: str) -> Any:
-    """A flag's text as the field's value; Config checks whether it is legal."""
-    if name == "zero":
-        return int(text) if text.isdigit() else text
-    if name == "fuse_optimizer" and text == "False":
-        return False
+    """A flag's text as the field's value, by the types that the field may have; Config checks whether it is legal."""
     if name == "memory_budget":
         return _budget(text)
     if name == "mesh":
         return _mesh(text)
     if name == "disable_passes":
         return tuple(text.split(","))
-    if name == "replicate_below" and text != "auto":
-        try:
-            return int(text)
-        except ValueError:
-            raise ConfigError(f"{name}: {text!r} is not a number") from None
+    kinds = _kinds(_HINTS[name])
+    if bool in kinds and text in ("True", "False"):
+        return text == "True"
+    if int in kinds and re.fullmatch("-?[0-9]+", text):
+        return int(text)
     return text
+
+
+def _kinds(hint: Any) -> set[type]:
+    """The types of the values that a field's type stands for: of "int | Literal['auto']" int and str."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {type(value) for value in parts}
+    return {kind for part in parts for kind in _kinds(part)} if origin in (Union, UnionType) else {hint}
 
 
 def _budget(text: str) -> float | str:

@@ -69,10 +69,10 @@ class Forecaster:
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
             place=_place(program, peak),
-            error=accuracy.memory_error(self.cluster.device.name, self.inductor),
+            error=accuracy.memory_error(self.cluster.device, self.inductor),
             unknown=(*unknown, *_guessed(program), *_strange(self.cluster)),
             seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
-            seconds_error=accuracy.time_error(self.cluster.device.name, self.inductor),
+            seconds_error=accuracy.time_error(self.cluster.device, self.inductor),
             reserved=None if self.cluster.device.name == "cpu" else allocator.reserved(program),
         )
         return replace(plan, predicted=found, regions=self.captured.regions)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,19 +36,36 @@ class Candidate:
 def from_file(spec: str) -> Candidate:
     """The model of "model.py" or "model.py:NAME"; ModelFileError shows what to paste."""
     path, _, name = spec.partition(":")
+    name = name or "build"
     module = _import(Path(path))
-    build = getattr(module, name or "build", None)
+    build = getattr(module, name, None)
     if not callable(build):
         legal = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ModelFileError(
-            f"{path} has no function {name or 'build'!r} (it has: {', '.join(legal) or 'none'}); paste this into it:\n{_PASTE}"
+            f"{path} has no function {name!r} (it has: {', '.join(legal) or 'none'}); paste this into it:\n{_PASTE}"
         )
+    with _running(path, f"{name}() in {path} failed"), torch.device("meta"):
+        built = build()
+    return _checked(f"{name}() in {path}", built)
+
+
+@contextlib.contextmanager
+def _running(path: str, failed: str) -> Iterator[None]:
+    """While code of a model file runs: it finds no arguments but its own name, since those that there are were given to
+    autoshard. What it raises is a ModelFileError that says what failed."""
+    given = sys.argv
+    sys.argv = [path]
     try:
-        with torch.device("meta"):
-            built = build()
+        yield
+    except SystemExit as error:
+        raise ModelFileError(
+            f"{failed}: it exits ({error.code}), as argparse does where arguments are missing; legal: arguments that have "
+            'defaults, or are read behind if __name__ == "__main__"'
+        ) from error
     except Exception as error:
-        raise ModelFileError(f"{name or 'build'}() in {path} failed: {type(error).__name__}: {error}") from error
-    return _checked(path, built)
+        raise ModelFileError(f"{failed}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = given
 
 
 def _import(path: Path) -> ModuleType:
@@ -57,21 +75,20 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent))
-    try:
+    with _running(str(path), f"{path} cannot be imported"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ModelFileError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-def _checked(path: str, built: Any) -> Candidate:
+def _checked(build: str, built: Any) -> Candidate:
+    """What a model file gave. build: which function of which file."""
     if not isinstance(built, tuple) or len(built) not in (2, 3) or not isinstance(built[0], nn.Module):
         raise ModelFileError(
-            f"build() in {path} returned {type(built).__name__}; legal: (model, example_inputs) or "
+            f"{build} returned {type(built).__name__}; legal: (model, example_inputs) or "
             f"(model, example_inputs, optimizer_factory):\n{_PASTE}"
         )
     if len(built) == 3 and not callable(built[2]):
-        raise ModelFileError(f"build() in {path} returned no optimizer factory but {built[2]!r}; legal: a callable")
+        raise ModelFileError(f"{build} returned no optimizer factory but {built[2]!r}; legal: a callable")
     return Candidate(*built)
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autoshard.dtypes import LEGAL
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, nearest
 
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
 COMPRESSIONS = ("bf16", "fp16")
 POWERSGD = "powersgd"  # see [Note: PowerSGD] in ops/low_rank.py
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
+BUFFERS = ("broadcast", "local")
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
@@ -112,7 +113,8 @@ class Prediction:
     driver, at most; None where there is no such allocator or nothing was simulated. place: that moment, an operation and the model's line. error: by
     how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
     step, by part: compute, waiting for collectives, and the optimizer; none where they were not simulated. seconds_error:
-    as error. unknown: what the model leaves out, said in every table.
+    as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
+    known.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -123,6 +125,7 @@ class Prediction:
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_error: tuple[float, float] | None = None
     reserved: int | None = None
+    budget: int | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -194,9 +197,11 @@ class Plan:
     why: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name, legal in (("compression", COMPRESSIONS), ("compute", LEGAL), ("reduce", LEGAL)):
-            if getattr(self, name) not in ("", *legal):
-                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: '', {', '.join(legal)}")
+        names = {"compression": ("", *COMPRESSIONS), "compute": ("", *LEGAL), "reduce": ("", *LEGAL), "buffers": BUFFERS}
+        for name, legal in names.items():
+            if getattr(self, name) not in legal:
+                said = ", ".join(value or "''" for value in legal)
+                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: {said}")
         for name in ("direct", "early", "regions"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: true, false")
@@ -326,7 +331,9 @@ class Plan:
             if data.pop("format") != FORMAT:
                 raise PlanError(f"plan: this file is of another format; legal: {FORMAT}")
             return _from_dict(data)
-        except (KeyError, TypeError, json.JSONDecodeError, AttributeError) as error:
+        except PlanError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"plan: not a plan file ({error}); write one with `autoshard plan --json`") from error
 
     @staticmethod
@@ -344,51 +351,42 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _from_dict(data: dict[str, Any]) -> Plan:
+    given = _fields_of(Plan, data, "plan")
+    given["axes"] = _pairs("axes", data["axes"])
+    given["groups"] = tuple(map(_group, data["groups"]))
+    given["recompute"] = _pairs("recompute", data.get("recompute", ()))
+    given["predicted"] = _prediction(data.get("predicted", {}))
+    return Plan(**given)
+
+
+def _group(data: dict[str, Any]) -> ParameterGroup:
+    given = _fields_of(ParameterGroup, data, "plan: groups")
+    given["degrees"] = Degrees(**_fields_of(Degrees, data["degrees"], "plan: degrees"))
+    return ParameterGroup(**given)
+
+
+def _prediction(data: dict[str, Any]) -> Prediction:
+    given = _fields_of(Prediction, data, "plan: predicted")
+    given["traffic"] = tuple(Traffic(**_fields_of(Traffic, t, "plan: traffic")) for t in data.get("traffic", ()))
+    given["error"], given["seconds_error"] = _interval(data.get("error")), _interval(data.get("seconds_error"))
+    return Prediction(**given)
+
+
+def _fields_of(cls: type, data: dict[str, Any], what: str) -> dict[str, Any]:
+    """A part of a plan file as keywords for a class, lists as tuples; a key that is no field of the class would be lost."""
+    legal = tuple(f.name for f in fields(cls))
+    for key in data:
+        if key not in legal:
+            raise PlanError(f"{what}: {key!r} is not known; {nearest(key, legal)}")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def _pairs(name: str, value: Any) -> tuple[tuple[Any, Any], ...]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise PlanError(f"plan: {name}: {value!r} is not legal; legal: a list of pairs")
+    return tuple((first, second) for first, second in value)
+
+
 def _interval(value: Any) -> tuple[float, float] | None:
     return None if value is None else (value[0], value[1])
-
-
-def _from_dict(data: dict[str, Any]) -> Plan:
-    predicted = data.get("predicted", {})
-    return Plan(
-        world=data["world"],
-        axes=tuple((name, size) for name, size in data["axes"]),
-        groups=tuple(
-            ParameterGroup(
-                g["name"],
-                tuple(g["parameters"]),
-                Degrees(**g["degrees"]),
-                tuple(g.get("ranks", ())),
-                g.get("last_use", 0),
-                g.get("reduction", "reduce_scatter"),
-            )
-            for g in data["groups"]
-        ),
-        compute=data.get("compute", ""),
-        reduce=data.get("reduce", ""),
-        compression=data.get("compression", ""),
-        low_rank=data.get("low_rank", 0),
-        sparse=tuple(data.get("sparse", ())),
-        bucket=data.get("bucket", 0),
-        direct=data.get("direct", False),
-        message=data.get("message", 0),
-        apart=data.get("apart", 0),
-        ahead=data.get("ahead", 1),
-        early=data.get("early", False),
-        node=data.get("node", 0),
-        buffers=data.get("buffers", "broadcast"),
-        recompute=tuple((block, policy) for block, policy in data.get("recompute", ())),
-        regions=data.get("regions", False),
-        covered=data.get("covered", 1.0),
-        predicted=Prediction(
-            predicted.get("memory", {}),
-            tuple(Traffic(**t) for t in predicted.get("traffic", ())),
-            tuple(predicted.get("unknown", ())),
-            predicted.get("place", ""),
-            _interval(predicted.get("error")),
-            predicted.get("seconds", {}),
-            _interval(predicted.get("seconds_error")),
-            predicted.get("reserved"),
-        ),
-        why=tuple(data.get("why", ())),
-    )

@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from autoshard.capture import capture
 from autoshard.config import Config
-from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.cluster import Cluster, measured_here
 from autoshard.cost_model.optimizer import NAMED, Make
-from autoshard.errors import PlanError
+from autoshard.errors import ConfigError, PlanError
 from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
@@ -23,30 +22,42 @@ from autoshard.runtime.fused_step import unfusable
 from autoshard.units import parse_bytes
 
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
-HERE = Cluster(1, 1, DEVICES["cpu"])
 
 
 def plan(
     model: nn.Module,
     example_inputs: Any,
     config: Config | None = None,
-    cluster: Cluster = HERE,
+    cluster: Cluster | None = None,
     optimizer: Make | None = None,
 ) -> Plan:
     """The plan for training `model` on a cluster, from its graph alone; nothing runs, nothing is allocated.
 
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
+    cluster: None: the one of config.cluster; where that says none either, one process on CPUs as they were measured here.
     optimizer: makes the optimizer from a list of parameters; None: as config.optimizer says.
-    Raises BudgetError if nothing fits, ConfigError if the mesh does not, PlanError if a pinned plan is not
-    of this model and this many processes.
+    Raises BudgetError if nothing fits, ConfigError if the mesh does not or the budget is a share of what is not known, ClusterError
+    if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes.
     """
-    config = config or Config()
+    config, cluster = asked_for(config, cluster)
+    where = circumstances(config, cluster)
     forecast = forecaster(model, example_inputs, config, cluster, optimizer)
-    pinned = pinned_plan(config, forecast.captured.inventory, cluster.world)
+    inventory = forecast.captured.inventory
+    pinned = pinned_plan(config, inventory, cluster.world)
     if pinned is not None:
-        inventory, where = forecast.captured.inventory, circumstances(config, cluster)
-        return forecast(predict(pinned, inventory, where.states(config), cluster))
-    return make_plan(forecast.captured.inventory, config, circumstances(config, cluster), forecast, forecast.fit)
+        return forecast(predict(pinned, inventory, config, where))
+    return make_plan(inventory, config, where, forecast, forecast.fit)
+
+
+def asked_for(config: Config | None, cluster: Cluster | None) -> tuple[Config, Cluster]:
+    """What stands for those that were not given, as `plan` has them."""
+    config = config or Config()
+    return config, cluster or machines(config, "cpu")
+
+
+def machines(config: Config, device: str) -> Cluster:
+    """The cluster that the config says; where it says none, one process on a device of this name, as it was measured here."""
+    return config.resolved_cluster() or Cluster(1, 1, measured_here(device))
 
 
 def forecaster(
@@ -106,12 +117,15 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
 
 
 def budget_bytes(config: Config, free: int | None) -> int | None:
-    """Bytes a process may use: what the config says, or what is free less a reserve; None without a limit."""
+    """Bytes a process may use: what the config says, or what is free less a reserve; None without a limit. free: None where that is
+    not known, of which a share is a ConfigError."""
     budget = config.memory_budget
     if isinstance(budget, str):
         return parse_bytes(budget)
     if isinstance(budget, int):
         return budget
-    if free is None:
+    if free is not None:
+        return int(free * (budget if budget is not None else 1 - RESERVE))
+    if budget is None:
         return None
-    return int(free * (budget if budget is not None else 1 - RESERVE))
+    raise ConfigError(f"memory_budget: {budget} is a share of memory that is not known; legal here: bytes, '72GiB', '80GB'")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from autoshard.passes.manager import PassRun
-from autoshard.plan import ParameterGroup, Plan
+from autoshard.plan import Plan
 from autoshard.units import bytes_text, counted
 
 WIDTH = 80
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         *_recompute_part(plan),
         _memory_table(plan),
         *_peak_lines(plan),
+        *_fits(plan),
         Text(""),
         *_time_part(plan),
         *_traffic_part(plan),
@@ -113,34 +117,38 @@ def _groups_table(plan: Plan) -> Table:
     table.add_column("parameter group", overflow="fold")
     for column in ("x", "tensors", "degrees p/g/o"):
         table.add_column(column, justify="right", no_wrap=True)
-    for run in _folded(plan.groups):
-        first = run[0]
-        where = f" on ranks {','.join(map(str, first.ranks))}" if first.ranks else ""
-        table.add_row(
-            _span([g.name for g in run]) + where, str(len(run)), str(len(first.parameters)), str(first.degrees)
-        )
+    shown = ((g.name, (str(len(g.parameters)), str(g.degrees), g.ranks)) for g in plan.groups)
+    for names, (tensors, degrees, ranks) in _folded(shown):
+        where = f" on ranks {','.join(map(str, ranks))}" if ranks else ""
+        table.add_row(_span(names) + where, str(len(names)), tensors, degrees)
     return table
 
 
-def _folded(groups: Sequence[ParameterGroup]) -> list[list[ParameterGroup]]:
-    """Runs of groups that are equal but for the numbers in their names."""
+def _folded(rows: Iterable[tuple[str, _T]]) -> Iterator[tuple[list[str], _T]]:
+    """Rows that follow each other as one where they differ in the last number of their names alone, which goes up by one."""
 
-    def key(group: ParameterGroup) -> tuple[object, ...]:
-        return _unnumbered(group.name), len(group.parameters), group.degrees, group.ranks
+    def key(place: tuple[int, tuple[str, _T]]) -> tuple[object, ...]:
+        at, (name, row) = place
+        before, number, after = _parted(name)
+        return before, after, number - at, row
 
-    return [list(run) for _, run in itertools.groupby(groups, key=key)]
+    for _, run in itertools.groupby(enumerate(rows), key=key):
+        names, alike = zip(*(named for _, named in run))
+        yield list(names), alike[0]
 
 
-def _unnumbered(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
+def _parted(name: str) -> tuple[str, int, str]:
+    """What is before a name's last number, that, and what is behind it; -1 where there is none."""
+    found = _NUMBERED.fullmatch(name)
+    return (found[1], int(found[2]), found[3]) if found else (name, -1, "")
 
 
 def _span(names: Sequence[str]) -> str:
     """"layers.{0..3}" for names that differ by their last number."""
     if len(names) == 1:
         return names[0]
-    first, last = re.findall(r"\d+", names[0])[-1], re.findall(r"\d+", names[-1])[-1]
-    return re.sub(r"\d+(?!.*\d)", f"{{{first}..{last}}}", names[0])
+    (before, first, after), (_, last, _) = _parted(names[0]), _parted(names[-1])
+    return f"{before}{{{first}..{last}}}{after}"
 
 
 def _recompute_part(plan: Plan) -> list[RenderableType]:
@@ -149,12 +157,7 @@ def _recompute_part(plan: Plan) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False)
     table.add_column("recomputed in backward", overflow="fold")
     table.add_column("but for", overflow="fold")
-
-    def key(entry: tuple[str, str]) -> tuple[str, str]:
-        return _unnumbered(entry[0]), entry[1]
-
-    for (_, policy), run in itertools.groupby(plan.recompute, key=key):
-        names = [name for name, _ in run]
+    for names, policy in _folded(plan.recompute):
         table.add_row(_span(names), _SAID.get(policy, policy.removeprefix("save ").replace(" ", ", ")))
     return [table, Text("")]
 
@@ -184,14 +187,24 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     if not predicted.place:
         return []
     between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
-    return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between)]
+    never = "Never compared with a measurement on this kind of device."
+    return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between, never)]
 
 
-def _sure(measured: str, between: Sequence[str]) -> Text:
-    """How far predictions like this were off; nothing is known if `between` is empty."""
-    text = "Never compared with a measurement on this kind of device."
-    if between:
-        text = f"{measured} between {between[0]} and {between[1]} for predictions like this."
+def _fits(plan: Plan) -> list[RenderableType]:
+    """Whether the step fits into the budget; of one that was not simulated only that it does not is known."""
+    predicted = plan.predicted
+    if predicted.budget is None:
+        return []
+    over, budget = predicted.footprint - predicted.budget, f"{bytes_text(predicted.budget)}, what a process may use."
+    if over > 0:
+        return [Text(f"The step takes {bytes_text(over)} more than {budget}", style="yellow")]
+    return [Text(f"The step fits into {budget}")] if predicted.place else []
+
+
+def _sure(measured: str, between: Sequence[str], never: str) -> Text:
+    """How far predictions like this were off; `never` if `between` is empty, since nothing is known."""
+    text = f"{measured} between {between[0]} and {between[1]} for predictions like this." if between else never
     return Text(text, style="dim")
 
 
@@ -207,7 +220,8 @@ def _time_part(plan: Plan) -> list[RenderableType]:
         table.add_row(part, f"{seconds * 1e3:.2f}")
     table.add_row("in all", f"{predicted.step_seconds * 1e3:.2f}", style="bold")
     between = [f"{predicted.step_seconds * (1 + e) * 1e3:.2f} ms" for e in predicted.seconds_error or ()]
-    return [table, _sure("Measured steps took", between), Text("")]
+    never = "Times from figures like this device's were never compared with a measurement."
+    return [table, _sure("Measured steps took", between, never), Text("")]
 
 
 def _traffic_part(plan: Plan) -> list[RenderableType]:

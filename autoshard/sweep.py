@@ -30,7 +30,7 @@ from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.passes.group_parameters import blocks_of
 from autoshard.plan import Plan
-from autoshard.planning import HERE, circumstances, forecaster, pinned_plan
+from autoshard.planning import asked_for, circumstances, forecaster, pinned_plan
 
 _MOST = 1 << 16  # the largest batch that is looked for
 
@@ -124,14 +124,14 @@ def sweep(
     model: nn.Module,
     example_inputs: Any,
     config: Config | None = None,
-    cluster: Cluster = HERE,
+    cluster: Cluster | None = None,
     optimizer: Make | None = None,
 ) -> Sweep:
     """All ways to train `model` on a cluster that `config` leaves open; arguments and errors as of `autoshard.plan`.
 
     Batch is the first dimension of the inputs, sequence the second of those that hold whole numbers.
     """
-    config = config or Config()
+    config, cluster = asked_for(config, cluster)
     forecast = forecaster(model, example_inputs, config, cluster, optimizer, open=True)
     captured = forecast.captured
     if not captured.open.traced:
@@ -143,8 +143,8 @@ def sweep(
         where.budget,
         captured.open,
         captured.open.conditions(captured.tracing.guards()),
-        accuracy.memory_error(cluster.device.name, forecast.inductor),
-        accuracy.time_error(cluster.device.name, forecast.inductor),
+        accuracy.memory_error(cluster.device, forecast.inductor),
+        accuracy.time_error(cluster.device, forecast.inductor),
     )
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.open_sizes import BATCH
+from autoshard.plan import Plan
 from autoshard.sweep import Sweep
 from autoshard.units import bytes_text, counted
 
@@ -60,12 +61,21 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
             str(batch),
             *map(str, length.values()),
             str(max(g.degrees.stage for g in plan.groups)),
-            plan.recompute[0][1] if plan.recompute else "-",
+            _recomputed(plan),
             bytes_text(int(peak)),
             f"{seconds * 1e3:.2f}",
             _rate(batch * plan.world / seconds),
             "" if fits else "too large",
         ], bool(fits)
+
+
+def _recomputed(plan: Plan) -> str:
+    """The policy of the blocks, "save 7" where it is one that saves so many results; "by block" where they differ."""
+    policies = {policy for _, policy in plan.recompute}
+    if len(policies) > 1:
+        return "by block"
+    name, *saved = (policies.pop() if policies else "-").split()
+    return f"{name} {len(saved)}" if saved else name
 
 
 def _rate(samples: float) -> str:
@@ -81,8 +91,11 @@ def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
 
 def _bands(sweep: Sweep) -> list[RenderableType]:
     """How far predictions like these were off."""
-    if sweep.error is None or sweep.seconds_error is None:
+    if sweep.error is None:
         return [Text("Never compared with a measurement on this kind of device.", style="dim")]
-    (least, most), (fastest, slowest) = sweep.error, sweep.seconds_error
-    text = f"Measured peaks were {least:+.1%} to {most:+.1%}, steps {fastest:+.0%} to {slowest:+.0%} off such predictions."
+    (least, most), times = sweep.error, sweep.seconds_error
+    peaks = f"Measured peaks were {least:+.1%} to {most:+.1%}"
+    if times is None:
+        return [Text(f"{peaks} off such predictions. Times from such figures were never compared.", style="dim")]
+    text = f"{peaks}, steps {times[0]:+.0%} to {times[1]:+.0%} off such predictions."
     return [Text(text, style="dim")]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autoshard import Plan
+from autoshard import Degrees, ParameterGroup, Plan, flags
 from autoshard.cli import main, parser
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.report import plan_tables, rendered
 
 MODEL = """
+import argparse
 import torch
 from torch import nn
 
@@ -35,6 +40,14 @@ def with_sgd():
 
 def fails():
     raise KeyError("hello")
+
+def has_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=4096)
+    return Net(), torch.zeros(2, parser.parse_args().width)
+
+def exits():
+    raise SystemExit("no data")
 
 def nothing():
     return 3
@@ -80,6 +93,7 @@ def test_the_table_fits_80_columns(model: str, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "layers.{0..1}" in out and "8/8/8" in out and "1/8/8" in out and "communication" in out
     assert "The peak is at " in out and "in all" in out
+    assert out.startswith("1 x 8 h100 (NVIDIA H100 data sheet, SXM)\n")
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -115,16 +129,20 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
     [
         (["{model}:nope"], "has no function 'nope'"),
         (["{model}:fails"], "failed: KeyError: 'hello'"),
-        (["{model}:nothing"], "returned int; legal: (model, example_inputs)"),
+        (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
+        (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),
         (["{model}:misfit"], "cannot be called with these example inputs"),
         (["nowhere.py"], "is no Python file"),
         ([], "give one of: a model file, or --hf"),
         (["{model}", "--zero", "5"], "zero: 5 is not legal"),
         (["{model}", "--device", "abacus"], "device: 'abacus' is not known"),
+        (["{model}", "--batch", "4"], "--batch: 4 beside a model file, whose example inputs say that; legal: with --hf"),
+        (["{model}", "--seq", "128"], "--seq: 128 beside a model file"),
         (["{model}", "--mesh", "shard"], "legal: replicate=2,shard=4"),
         (["{model}", "--mesh", "shard=3"], "makes 3 processes; the job has 1"),
         (["{model}", "--memory-budget", "0.5GiB", "--nproc-per-node", "2", "--zero", "0"], "short: at best"),
         (["{model}", "--memory-budget", "1MiB"], "Cheapest fix: more than one process"),
+        (["{model}", "--memory-budget", "0.5", "--device", "cpu"], "memory_budget: 0.5 is a share of memory that is not known"),
         (["{model}", "--disable-passes", "name_parameters"], "requires names"),
         (["--plan", "nowhere.json"], "plan: 'nowhere.json' cannot be read"),
         (["{model}", "--mesh", "shard=4,shard=2"], "names an axis twice"),
@@ -143,7 +161,28 @@ def test_what_is_wrong_is_said_without_a_traceback(
     model: str, configs: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     assert main(["plan", *(a.format(model=model, **configs) for a in arguments)]) == 2
-    assert says in capsys.readouterr().err
+    assert says.format(model=model) in capsys.readouterr().err
+
+
+SCRIPT = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", required={required})
+parser.parse_args()
+"""
+
+
+def test_a_model_file_finds_no_arguments_but_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["autoshard", "plan", "script.py", "--zero", "1"]
+    monkeypatch.setattr("sys.argv", given)
+    for required, code in (False, 0), (True, 2):
+        script = tmp_path / f"script_{code}.py"
+        script.write_text(SCRIPT.format(required=required) + MODEL)
+        assert main(["plan", f"{script}:has_arguments"]) == code
+        assert sys.argv is given
+    assert f"{script} cannot be imported: it exits (2), as argparse does where arguments are missing" in capsys.readouterr().err
 
 
 def test_a_sweep_says_which_batches_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,17 +220,100 @@ def test_a_plan_file_is_checked_against_a_model(
         ([model, "--nproc-per-node", "2", "--plan", str(file)], "made for 4 processes; the job has 2"),
         (["--hf", configs["llama"], "--nproc-per-node", "4", "--plan", str(file)], "plan: not of this model"),
         (["--nproc-per-node", "4", "--plan", str(file)], "nproc_per_node: a plan file says that itself"),
+        (["--batch", "4", "--plan", str(file)], "batch: a plan file says that itself"),
         (["--zero", "3", "--plan", str(file)], "zero: a pinned plan decides this"),
     ]:
         assert main(["plan", *arguments]) == 2
         assert says in capsys.readouterr().err
 
 
-def test_every_flag_of_a_config_field_explains_itself() -> None:
+def _of_plan() -> argparse.ArgumentParser:
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert all(a.help for a in commands.choices["plan"]._actions)
+    found: argparse.ArgumentParser = commands.choices["plan"]
+    return found
+
+
+def test_every_flag_of_a_config_field_explains_itself() -> None:
+    assert all(a.help for a in _of_plan()._actions)
+
+
+FLAGS: dict[str, tuple[str, Any]] = {
+    "zero": ("3", 3),
+    "mesh": ("replicate=2,shard=4", {"replicate": 2, "shard": 4}),
+    "memory_budget": ("0.9", 0.9),
+    "recompute": ("full", "full"),
+    "precision": ("bf16", "bf16"),
+    "compression": ("powersgd", "powersgd"),
+    "compression_rank": ("8", 8),
+    "hierarchy": ("flat", "flat"),
+    "early_gathers": ("True", True),
+    "codegen": ("eager", "eager"),
+    "cluster": ("ours.yaml", "ours.yaml"),
+    "optimizer": ("sgd", "sgd"),
+    "fuse_optimizer": ("False", False),
+    "buffers": ("local", "local"),
+    "replicate_below": ("0", 0),
+    "plan": ("plan.json", "plan.json"),
+    "passes": ("name_parameters", "name_parameters"),
+    "disable_passes": ("early_matmuls,early_gathers", ("early_matmuls", "early_gathers")),
+}
+
+
+def test_every_flag_becomes_a_field_of_the_type_that_config_takes() -> None:
+    there = [a for a in _of_plan()._actions if a.dest.startswith("config_")]
+    assert {a.dest.removeprefix("config_") for a in there} == set(FLAGS)
+    for action in there:
+        name = action.dest.removeprefix("config_")
+        text, value = FLAGS[name]
+        read = getattr(flags.config(parser().parse_args(["plan", *action.option_strings, text])), name)
+        assert (type(read), read) == (type(value), value), name
+
+
+def test_a_calibration_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.cli.calibrate", lambda: pytest.fail("was measured"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "ours.yaml"):
+        assert main(["calibrate", "--out", str(out)]) == 2
+        assert f"--out: {str(out)!r} cannot be written; legal: a file" in capsys.readouterr().err
+
+
+def test_a_calibration_is_written_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, out = Cluster(1, 2, DEVICES["cpu"]), tmp_path / "new" / "ours.yaml"
+    monkeypatch.setattr("autoshard.cli.calibrate", lambda: cluster)
+    (tmp_path / "link").symlink_to(out)
+    for link in (out, tmp_path / "link"):
+        assert main(["calibrate", "--out", str(link)]) == 0
+        assert Cluster.load(out) == cluster and list(out.parent.iterdir()) == [out]
+
+
+def test_a_plan_says_whether_it_fits_also_where_nothing_is_chosen(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--json"]) == 0
+    small, pinned = tmp_path / "small.yaml", tmp_path / "plan.json"
+    small.write_text("device: {preset: l4, memory: 500e6}")
+    pinned.write_text(capsys.readouterr().out)
+    for arguments, says in [
+        (["--memory-budget", "4GiB"], "The step fits into 4.00 GiB, what a process may use."),
+        (["--zero", "0", "--device", "l4"], "The step fits into 21.60 GiB, what a process may use."),
+        (["--zero", "0", "--cluster", str(small)], " more than 429.15 MiB, what a process may use."),
+        (["--plan", str(pinned), "--cluster", str(small)], " more than 429.15 MiB, what a process may use."),
+    ]:
+        assert main(["plan", model, *arguments]) == 0
+        assert says in capsys.readouterr().out
 
 
 def test_parameters_outside_of_the_graph_come_first(model: str) -> None:
     whole = Plan(world=1, axes=(("shard", 1),), groups=(), covered=0.5)
     assert "Warning: the first captured graph holds 50.0%" in rendered(plan_tables(whole)).splitlines()[1]
+
+
+def test_a_row_stands_for_several_only_where_their_numbers_follow_each_other() -> None:
+    names = ("layers.0", "layers.1", "layers.2", "layers.5", "layer1.0", "layer1.1", "layer2.0")
+    groups = tuple(ParameterGroup(name, (f"{name}.weight",), Degrees(1, 1, 1)) for name in names)
+    made = Plan(1, (("shard", 1),), groups, recompute=tuple((name, "full") for name in names))
+    shown = [line.split()[0] for line in rendered(plan_tables(made)).splitlines() if "layer" in line]
+    rows = ["layers.{0..2}", "layers.5", "layer1.{0..1}", "layer2.0"]
+    assert shown == [*rows, *rows]  # of the groups, and of what is recomputed

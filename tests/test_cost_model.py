@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from autoshard.errors import ClusterError
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
+from autoshard.report import plan_tables, rendered
 from tests.small import in_full
 
 BATCH, LENGTH = sympy.Symbol("batch"), sympy.Symbol("length")
@@ -368,6 +370,15 @@ def test_a_view_takes_a_call_where_no_code_is_generated(codegen: str, calls: boo
     assert slower.seconds - took.seconds == pytest.approx(views, abs=1e-6)
 
 
+def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1)
+    measured = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1e-6),)}))
+    for cluster, said in ((forecaster.cluster, False), (measured, True)):
+        predicted = _plan(Forecaster(forecaster.captured, NAMED["adamw"], cluster, "eager"), 0).predicted
+        assert predicted.error is not None and (predicted.seconds_error is not None) == said
+        assert ("Measured steps took" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
+
+
 def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
     tables = {"matmul.fp32": ((1.0, 1e-9), (1e12, 1.0)), "pointwise": ((1.0, 1e-9), (1e9, 1.0))}
     device = replace(DEVICES["cpu"], tables=tables)
@@ -616,6 +627,9 @@ def test_a_cluster_survives_yaml() -> None:
     short = "nodes: 2\nper_node: 8\ndevice: {preset: h100, name: ours, memory: 96e9, across: {bandwidth: 50e9}}"
     read = Cluster.from_yaml(short)
     assert read.device.name == "ours" and read.device.memory == 96e9 and read.device.across.latency == 10e-6
+    for said, more in (("{}", {}), ("{fp64: 60e12, fp32: 50e12}", {"fp64": 60e12, "fp32": 50e12})):
+        read = Cluster.from_yaml(f"device: {{preset: h100, flops: {said}}}")
+        assert read.device.flops == {**DEVICES["h100"].flops, **more}
 
 
 @pytest.mark.parametrize(
@@ -631,6 +645,7 @@ def test_a_cluster_survives_yaml() -> None:
         ("device: {preset: h100, inside: {latency: soon}}", "latency: 'soon' is not legal"),
         ("device: {preset: h100, tables: {pointwise: [[2, 1.0], [1, 1.0]]}}", "each above the last"),
         ("device: {preset: h100, tables: {pointwise: [[2]]}}", "legal: \\[size, seconds\\]"),
+        ("device: {name: x, memory: 0, flops: {}, bandwidth: 1e9, launch: 0, inside: {}, across: {}}", "flops: {} is not legal"),
         ("device: {name: x}", "memory is missing"),
         ("nodes: 1", "device is missing"),
     ],
@@ -646,16 +661,23 @@ def test_devices_are_known_by_what_drivers_call_them() -> None:
         "NVIDIA H100 80GB HBM3": "h100",
         "NVIDIA H100 PCIe": "h100-pcie",
         "NVIDIA H200": "h200",
+        "NVIDIA B200": "b200",
+        "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA A100-SXM4-40GB": "a100-40",
-        "NVIDIA A100 80GB PCIe": "a100",
+        "NVIDIA A100 80GB PCIe": "a100-pcie",
+        "NVIDIA A100-PCIE-40GB": "a100-pcie",
+        "NVIDIA L4": "l4",
         "NVIDIA GeForce RTX 4090": "rtx4090",
         "Tesla V100-SXM2-32GB": "v100",
+        "Tesla V100-PCIE-16GB": "v100-pcie",
         "AMD Instinct MI300X": "mi300x",
     }
+    assert {*names.values(), "cpu"} == set(DEVICES)
     for name, expected in names.items():
-        assert device_named_like(name, 40 * gib).name == expected, name
-    unknown = device_named_like("NVIDIA T4", 16 * gib)
-    assert unknown.name == "NVIDIA T4" and unknown.memory == 16 * gib and not is_known(unknown)
+        assert device_named_like(name, 40 * gib) == replace(DEVICES[expected], memory=40 * gib), name
+    for name in ("NVIDIA T4", "NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
+        unknown = device_named_like(name, 16 * gib)
+        assert unknown.name == name and unknown.memory == 16 * gib and not is_known(unknown)
     assert all(d.source for d in DEVICES.values())
 
 
@@ -674,6 +696,14 @@ def test_a_calibration_that_counts_otherwise_is_refused() -> None:
         Cluster.from_yaml(now.to_yaml().replace("tables 2,", "tables 1,"))
     with pytest.raises(ClusterError, match="run autoshard calibrate again"):
         Cluster.from_yaml("device: {preset: cpu, source: 'measured by autoshard calibrate, torch 2.13.0'}")
+
+
+def test_the_file_of_a_bad_cluster_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    for data, says in ((b"nodes: 0\ndevice: h100", "nodes: 0 is not legal"), (b"\xff", "")):
+        file.write_bytes(data)
+        with pytest.raises(ClusterError, match=f"{re.escape(str(file))}: {says}"):
+            Cluster.load(file)
 
 
 def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

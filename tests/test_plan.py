@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ def test_groups_follow_blocks_and_order_of_use() -> None:
 
 
 def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
-    plan = make_plan(_blocks(), Config(precision="bf16"), _where())
+    plan = make_plan(_blocks(), Config(precision="bf16"), _where(budget=2**40))
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.hash == plan.hash and again.predicted == plan.predicted
     assert dataclasses.replace(plan, why=(), predicted=type(plan.predicted)()).hash == plan.hash
@@ -77,6 +78,31 @@ def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
         Plan.from_json(json.dumps({**json.loads(text), name: "no"}))
 
 
+@pytest.mark.parametrize(
+    ("where", "key", "value", "says"),
+    [
+        ((), "recomputte", [], "plan: 'recomputte' is not known; did you mean 'recompute'?"),
+        ((), "axis", [], "plan: 'axis' is not known; did you mean 'axes'?"),
+        (("groups", 0), "last_used", 3, "plan: groups: 'last_used' is not known; did you mean 'last_use'?"),
+        (("groups", 0, "degrees"), "optimiser", 8, "plan: degrees: 'optimiser' is not known; did you mean 'optimizer'?"),
+        (("predicted",), "memry", {}, "plan: predicted: 'memry' is not known; did you mean 'memory'?"),
+        (("predicted", "traffic", 0), "byte", 3, "plan: traffic: 'byte' is not known; did you mean 'bytes'?"),
+        (("predicted",), "error", [0.1], "plan: not a plan file"),
+        ((), "axes", [["shard", 2, 4]], r"plan: axes: \[\['shard', 2, 4\]\] is not legal; legal: a list of pairs"),
+        ((), "recompute", ["layers.0"], r"plan: recompute: \['layers.0'\] is not legal; legal: a list of pairs"),
+        ((), "buffers", "rank0", "plan: buffers: 'rank0' is not legal; legal: broadcast, local"),
+    ],
+)
+def test_what_a_plan_file_cannot_say_is_refused_by_name(where: tuple[Any, ...], key: str, value: Any, says: str) -> None:
+    data = json.loads(make_plan(_blocks(), Config(zero=2), _where()).to_json())
+    part = data
+    for step in where:
+        part = part[step]
+    part[key] = value
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(json.dumps(data))
+
+
 def test_a_plan_must_fit_its_mesh() -> None:
     with pytest.raises(PlanError, match="world says 8"):
         Plan(8, (("shard", 4),), ())
@@ -94,6 +120,23 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
     tight = stages[3].predicted.peak_bytes
     chosen = make_plan(_blocks(), Config(), _where(budget=tight))
     assert max(g.degrees.stage for g in chosen.groups) == 3
+
+
+def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
+    """Where a stage fits as it is, no later one is simulated."""
+
+    def forecast(plan: Plan) -> Plan:
+        size = {"activations": 100 - 10 * max(g.degrees.stage for g in plan.groups)}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=size, seconds={"compute": 1.0}))
+
+    def fit(plan: Plan, budget: int) -> Plan:
+        found = dataclasses.replace(plan, recompute=(("layers.0", "full"),))
+        return dataclasses.replace(found, predicted=dataclasses.replace(plan.predicted, memory={"activations": budget}))
+
+    simulated = "the least time of those that were simulated and fit"
+    for budget, said in ((None, "the least time on the wire of those that fit"), (75, simulated)):
+        plan = make_plan(_blocks(), Config(), _where(8, budget), forecast, fit)
+        assert [why for why in plan.why if "chosen" in why] == [why for why in plan.why if f"(chosen: {said})" in why] != []
 
 
 @given(st.integers(1, 64), st.integers(10_000, 100_000_000))

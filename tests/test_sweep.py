@@ -20,7 +20,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED
 from autoshard.cost_model.timeline import Sharing
-from autoshard.errors import PlanError, SweepError
+from autoshard.errors import ClusterError, PlanError, SweepError
 from autoshard.forecast import Forecaster
 from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, first_look
@@ -174,7 +174,18 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert sweep.largest(sequence=24) < sweep.largest(sequence=16)
     text = rendered(sweep_tables(sweep))
     assert f"The largest batch that fits into 3.00 MiB: {sweep.largest()} at sequence 16." in text
+    assert "Measured peaks were " in text and "steps" not in text  # on a device whose tables were not measured
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_policy_of_many_results_fits_into_its_column() -> None:
+    sweep = _swept("small", "eager")
+    saved = "save " + " ".join(f"addmm#{i}" for i in range(12))
+    for policies, said in (((("layers.1", saved),), "save 12"), ((("layers.0", "full"), ("layers.1", saved)), "by block")):
+        ways = tuple(replace(way, plan=replace(way.plan, recompute=policies)) for way in sweep.ways)
+        lines = rendered(sweep_tables(replace(sweep, ways=ways), [4])).splitlines()
+        (row,) = (line for line in lines if line.split()[:1] == ["4"])
+        assert said in row and "…" not in row
 
 
 def test_it_chooses_the_fastest_that_fits() -> None:
@@ -197,6 +208,16 @@ def test_a_pinned_plan_is_the_only_way_and_forecast_as_it_was_made() -> None:
     assert int(sweep.at(batch=4, sequence=16).peak) == made.predicted.peak_bytes
     with pytest.raises(PlanError, match="made for 2 processes; the job has 1"):
         autoshard.sweep(Small(), batch, pinned)
+
+
+@pytest.mark.parametrize("make", [autoshard.plan, autoshard.sweep])
+def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any) -> None:
+    torch.compiler.reset()
+    model, x = Fours(1, 1), torch.zeros(2, 8, dtype=torch.long)
+    assert make(model, x, Config(cluster=TWO, codegen="eager")).world == 2
+    assert make(model, x, Config(cluster=TWO, codegen="eager"), Cluster(1, 3, DEVICES["cpu"])).world == 3
+    with pytest.raises(ClusterError, match="cluster: 'nowhere.yaml' cannot be read"):
+        make(model, x, Config(cluster="nowhere.yaml"))
 
 
 def test_sizes_that_cannot_be_are_named() -> None:

@@ -6,6 +6,8 @@ import functools
 import json
 from pathlib import Path
 
+from autoshard.cost_model.hardware import Device
+
 _FILE = Path(__file__).with_name("accuracy.json")
 
 
@@ -15,16 +17,16 @@ def _record() -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def memory_error(device: str, inductor: bool) -> tuple[float, float] | None:
+def memory_error(device: Device, inductor: bool) -> tuple[float, float] | None:
     """(least, most) of measured / predicted - 1 over all recorded peaks; None where none was recorded."""
     return _interval(device, inductor, "memory")
 
 
-def time_error(device: str, inductor: bool) -> tuple[float, float] | None:
-    """The same of step times."""
-    return _interval(device, inductor, "time")
+def time_error(device: Device, inductor: bool) -> tuple[float, float] | None:
+    """The same of step times; None for a device without measured tables, since those that were compared had them."""
+    return _interval(device, inductor, "time") if device.tables else None
 
 
-def _interval(device: str, inductor: bool, what: str) -> tuple[float, float] | None:
-    found = _record().get(f"{device} {'inductor' if inductor else 'eager'}", {}).get(what)
+def _interval(device: Device, inductor: bool, what: str) -> tuple[float, float] | None:
+    found = _record().get(f"{device.name} {'inductor' if inductor else 'eager'}", {}).get(what)
     return (found[0], found[1]) if found else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from autoshard.cache import cache_folder
+from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import DEVICES, Device, Link
 from autoshard.errors import ClusterError
@@ -59,7 +59,7 @@ class Cluster:
     @staticmethod
     def from_yaml(text: str) -> Cluster:
         """Inverse of `to_yaml`. A device may be a preset's name, or a mapping that has one as `preset` and says what
-        differs. ClusterError names what is not legal."""
+        differs, of its links and flops too. ClusterError names what is not legal."""
         try:
             data = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -71,11 +71,13 @@ class Cluster:
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """The cluster in a file."""
+        """The cluster in a file. ClusterError names the file, and what is not legal in it."""
         try:
             return Cluster.from_yaml(Path(path).read_text())
         except OSError as error:
             raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror})") from error
+        except (ClusterError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{path}: {error}") from error
 
 
 _MEASURED = "measured by autoshard calibrate"
@@ -95,9 +97,9 @@ def cache_file(device: str) -> Path:
 
 
 def measured_here(name: str) -> Device:
-    """The device of this name as it was measured on this machine; its preset where it was not."""
+    """The device of this name as it was measured on this machine; its preset where it was not, or where that cannot be read."""
     known, file = preset(name), cache_file(name)
-    return Cluster.load(file).device if file.exists() else known
+    return Cluster.load(file).device if readable(file) else known
 
 
 def with_rate(cluster: Cluster, rate: float) -> Cluster:
@@ -121,14 +123,15 @@ def _device(data: Any) -> Device:
         return preset(data)
     names = tuple(f.name for f in fields(Device))
     data = _mapping("device", data, ("preset", *names))
-    if "preset" in data:
-        base = preset(data.pop("preset"))
-    else:
+    named = "preset" in data
+    base = preset(data.pop("preset", "cpu"))
+    if not named:
         missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "drag", "skew", "wake", "tables")]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
-        base = DEVICES["cpu"]
     made = {name: _field(name, value, base) for name, value in data.items()}
+    if named:
+        made["flops"] = {**base.flops, **made.get("flops", {})}
     source = str(made.get("source", ""))
     if source.startswith(_MEASURED) and f"tables {TABLES}," not in source:
         raise ClusterError(f"device: {source!r} counts kernels in another way than this version; run autoshard calibrate again")

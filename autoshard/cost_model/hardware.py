@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -63,6 +65,8 @@ class Device:
         _in_range("drag", self.drag, 0, 10, "seconds a second")
         _in_range("skew", self.skew, 0, 10, "seconds a second")
         _in_range("wake", self.wake, 0, 1, "seconds")
+        if not self.flops:
+            raise ClusterError("flops: {} is not legal; legal: operations a second of one or more of bf16, fp16, fp32, fp64")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():
@@ -103,7 +107,9 @@ _PRESETS = (
     _gpu("b200", 180, {"bf16": 2250, "fp16": 2250, "fp32": 75}, 7.7, 900, 50, "NVIDIA HGX B200 data sheet, an eighth"),
     _gpu("a100", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 2.039, 300, 25, "NVIDIA A100 data sheet, 80 GB SXM"),
     _gpu("a100-40", 40, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 1.555, 300, 25, "NVIDIA A100 data sheet, 40 GB SXM"),
+    _gpu("a100-pcie", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 1.935, 32, 25, "NVIDIA A100 data sheet, 80 GB PCIe"),
     _gpu("v100", 32, {"fp16": 125, "fp32": 15.7}, 0.9, 150, 12.5, "NVIDIA V100 data sheet, SXM2"),
+    _gpu("v100-pcie", 32, {"fp16": 112, "fp32": 14}, 0.9, 16, 12.5, "NVIDIA V100 data sheet, PCIe"),
     _gpu("l4", 24, {"bf16": 121, "fp16": 121, "fp32": 30.3}, 0.3, 32, 12.5, "NVIDIA L4 data sheet"),
     _gpu("rtx4090", 24, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, 1.008, 32, 12.5, "NVIDIA Ada whitepaper"),
     _gpu("mi300x", 192, {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4}, 5.3, 448, 50, "AMD Instinct MI300X data sheet"),
@@ -116,13 +122,13 @@ DEVICES = {device.name: device for device in _PRESETS}
 
 
 def device_named_like(name: str, memory: int) -> Device:
-    """The preset whose name occurs in what a driver calls the device, such as "NVIDIA H100 80GB HBM3", with this memory.
+    """The preset whose name is among the words of what a driver calls the device, such as "NVIDIA H100 80GB HBM3", with this memory.
 
     A device that no preset names keeps its own name, and the figures of the slowest GPU that has one stand for its: see
     `is_known`.
     """
-    words = _letters(name)
-    fitting = [d for d in DEVICES.values() if all(_letters(part) in words for part in d.name.split("-"))]
+    words = _words(name)
+    fitting = [d for d in DEVICES.values() if words.issuperset(d.name.split("-"))]
     if not fitting:
         return replace(DEVICES["l4"], name=name, memory=memory, source="")
     return replace(max(fitting, key=lambda d: (len(d.name), -abs(d.memory - memory))), memory=memory)
@@ -133,5 +139,7 @@ def is_known(device: Device) -> bool:
     return bool(device.source)
 
 
-def _letters(text: str) -> str:
-    return "".join(c for c in text.lower() if c.isalnum()).replace("geforce", "")
+def _words(name: str) -> set[str]:
+    """Of a device's name: each, of "40GB" the number, and each two that follow each other as one, as of "RTX 4090"."""
+    found = [word.removesuffix("gb") for word in re.findall("[a-z0-9]+", name.lower())]
+    return {*found, *map("".join, itertools.pairwise(found))}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.cache import cache_folder, write_at_once
+from autoshard.cache import cache_folder, readable, write_at_once
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 def _file(name: str, text: str) -> Path:
     """In the cache, or where that cannot be written to, in a folder of this process."""
     path = cache_folder() / "kernels" / name
-    if path.exists() and path.read_text() == text or write_at_once(path, text):
+    if readable(path) and path.read_text() == text or write_at_once(path, text):
         return path
     path = Path(tempfile.mkdtemp(prefix="autoshard_")) / name
     path.write_text(text)

@@ -70,7 +70,7 @@ def make_plan(
     plans = at_stages(inventory, config, where)
 
     def whole(plan: Plan) -> Plan:
-        return forecast(predict(plan, inventory, where.states(config), where.cluster))
+        return forecast(predict(plan, inventory, config, where))
 
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_unshard(plan, budget, whole)
@@ -116,7 +116,8 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
     if not fitting:
         _check_budget(plans, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
-    return plans[chosen].because(*(_reason(s, p, chosen, where.budget) for s, p in enumerate(plans)))
+    least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
+    return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
@@ -133,14 +134,15 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
     )
 
 
-def _reason(stage: int, plan: Plan, chosen: int, budget: int | None) -> str:
+def _reason(stage: int, plan: Plan, chosen: str, budget: int | None) -> str:
+    """What there is to say of a stage. chosen: why it was; "": it was not."""
     predicted = plan.predicted
     memory = bytes_text(predicted.footprint) + (" at most" if predicted.place else " and activations")
     memory += " with recomputation" if plan.recompute else ""
     text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""
-    if stage == chosen:
-        return text + " (chosen: the least time among those that fit)"
+    if chosen:
+        return f"{text} (chosen: {chosen})"
     if budget is not None and predicted.footprint > budget:
         return text + f" ({bytes_text(predicted.footprint - budget)} over the budget)"
     return text
@@ -219,7 +221,7 @@ def _at_stage(
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
-    return predict(plan, inventory, where.states(config), where.cluster)
+    return predict(plan, inventory, config, where)
 
 
 def _without_precision(plan: Plan, config: Config) -> Plan:
@@ -247,9 +249,9 @@ def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], .
     return tuple((block, config.recompute) for block in blocks)
 
 
-def predict(plan: Plan, inventory: Inventory, states: int, cluster: Cluster) -> Plan:
+def predict(plan: Plan, inventory: Inventory, config: Config, where: Circumstances) -> Plan:
     """The plan with what the cost model says of it."""
     costs = costs_of(plan, inventory)
-    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, cluster))
-    prediction = Prediction(step.memory(costs, states), traffic, step.UNKNOWN)
+    traffic = tuple(Traffic(*entry) for entry in step.traffic(costs, where.cluster))
+    prediction = Prediction(step.memory(costs, where.states(config)), traffic, step.UNKNOWN, budget=where.budget)
     return replace(plan, predicted=prediction)
