@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, DisagreementError
 from autoshard.runtime import processes, waiting
+from autoshard.runtime.agreement import Agreement, Statement
+from autoshard.runtime.presence import Patience
 from autoshard.runtime.waiting import named, wait_until
+
+MANY = {f"layers.{i}.weight": [[i, 16], "torch.float32", True] for i in range(5000)}
 
 
 class Counting(dist.Store):
@@ -59,6 +64,10 @@ class Counting(dist.Store):
         return sum(name == request for name, _, _ in self.asked)
 
 
+def agreement(store: Any, rank: int, size: int, timeout: float = 30.0, warn: Callable[[str], None] = print) -> Agreement:
+    return Agreement(store, rank, size, "here", "the test", Patience(timeout, None, warn))
+
+
 def together(stores: Sequence[Counting], run: Callable[[int], Any]) -> list[Any]:
     """What `run` gives of each process that comes, or raises."""
 
@@ -75,6 +84,89 @@ def together(stores: Sequence[Counting], run: Callable[[int], Any]) -> list[Any]
 def connections(count: int) -> list[Counting]:
     shared = dist.HashStore()
     return [Counting(shared) for _ in range(count)]
+
+
+def test_only_rank_0_looks_for_who_is_missing_and_all_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 1.5)
+    warned: list[str] = []
+    stores = connections(20)
+    said = together(stores, lambda rank: agreement(stores[rank], rank, 40, 3.0, warned.append).reach({}, lambda _: ""))
+    missing = f"{named(range(20, 40))} "
+    assert all(isinstance(e, DisagreementError) and str(e).startswith(f"{missing}did not come to the test within 3 s") for e in said), said
+    assert warned == [f"waiting for {missing}at the test"] * 20
+    for rank, store in enumerate(stores[1:], 1):
+        assert store.names() <= {str(rank), "verdict", "awaited", "heard"}
+        assert sum("autoshard/here/awaited" in keys for _, keys, _ in store.asked) <= 4  # two texts
+
+
+def test_once_all_came_rank_0_is_waited_for() -> None:
+    stores = connections(3)
+
+    def run(rank: int) -> str:
+        if rank == 2:
+            stores[0].shared.wait(["autoshard/here/awaited"], timedelta(seconds=20))
+        here = agreement(stores[rank], rank, 3)
+        return here.reach({}, lambda _: str(agreement(stores[1].shared, 1, 3)._awaited()))
+
+    assert together(stores, run) == ["[0]"] * 3
+
+
+def test_rank_0_is_told_digests_and_has_its_own_statement() -> None:
+    """However many parameters there are, and in whatever order a process has them."""
+    stores = connections(8)
+
+    def decide(said: list[Statement]) -> str:
+        assert said[0] == {"parameters": MANY, "_free": 0}
+        return str([each["_free"] for each in said])
+
+    def run(rank: int) -> str:
+        parameters = dict(reversed(MANY.items())) if rank % 2 else MANY
+        return agreement(stores[rank], rank, 8).reach({"parameters": parameters, "_free": rank}, decide)
+
+    assert together(stores, run) == [str(list(range(8)))] * 8
+    assert stores[0].bytes_of("get") < 8 * 200
+
+
+def test_who_differs_is_named_with_values_and_alone_states_all_of_it() -> None:
+    stores = connections(6)
+
+    def run(rank: int) -> str:
+        other = {"layers.7.weight": [[17, 16], "torch.float32", True]} if rank == 3 else {}
+        return agreement(stores[rank], rank, 6).reach({"parameters": MANY | other}, lambda _: "")
+
+    for error in together(stores, run):
+        assert str(error) == "rank 3 disagrees with rank 0 about parameters: layers.7.weight: 17 where rank 0 has 7"
+    assert [store.bytes_of("set") > 2000 for store in stores] == [rank == 3 for rank in range(6)]
+    assert stores[0].bytes_of("get") < stores[3].bytes_of("set") + 6 * 400
+
+
+def test_an_error_of_rank_0_is_raised_by_all() -> None:
+    stores = connections(5)
+
+    def decide(said: list[Statement]) -> str:
+        raise DisagreementError("no")
+
+    said = together(stores, lambda rank: agreement(stores[rank], rank, 5).reach({}, decide))
+    assert [str(error) for error in said] == ["no"] * 5
+    assert stores[0].names() == {*map(str, range(5)), "verdict", "awaited", "heard"}
+
+
+def test_each_process_takes_its_own_statement_out_of_the_store() -> None:
+    stores = connections(12)
+    together(stores, lambda rank: agreement(stores[rank], rank, 12).reach({}, lambda _: ""))
+    agreement(stores[0], 0, 12).forget()
+    assert stores[0].shared.num_keys() == 0
+    assert [store.times("delete") for store in stores] == [3] + [1] * 11
+
+
+def test_signs_of_many_are_read_at_once() -> None:
+    (store,) = connections(1)
+    for rank in range(1, 500):
+        store.shared.set(f"autoshard/alive/{rank}", "12.5 train.py:7 in load")
+    others = list(range(1, 500))
+    with pytest.raises(DisagreementError, match=r"15, 16 and 483 more did not come .* rank 16 is at train.py:7 in load\); every"):
+        Patience(1.0, 60.0, print).wait(store, "the job", lambda: False, lambda: others, lambda: others)
+    assert len(store.asked) <= 6  # two looks and a text
 
 
 def test_at_its_end_each_process_asks_for_one_key() -> None:
