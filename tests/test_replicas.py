@@ -11,7 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoshard.runtime.agreement import Statement
 from autoshard.runtime.fingerprint import fingerprints
+from autoshard.runtime.meetings import Meetings
+from autoshard.runtime.presence import Patience
+from autoshard.runtime.processes import World
+from autoshard.runtime.replicas import Replicas
 from tests.cluster import Cluster
 from tests.small import compiled_pair, config, inputs_of, what_is_said
 
@@ -140,6 +145,28 @@ def step_extended() -> tuple[str, str]:
 
 def test_a_step_within_a_step_is_not_counted(two: Cluster) -> None:
     assert two.run(step_extended) == [("ArithmeticError: ", "nothingnothing")] * 2
+
+
+class Recording(Meetings):
+    """Of a process that meets nobody. stated: by it. decided: what it is told."""
+
+    def __init__(self, rank: int, decided: list[str]) -> None:
+        super().__init__(World(rank, 3, "cpu"), "", Patience(0.0, None, print))
+        self.stated: list[Statement] = []
+        self._decided = iter(decided)
+
+    def meet(self, what: str, statement: Statement, decide: Any = None) -> str:
+        self.stated.append(statement)
+        return next(self._decided)
+
+
+@pytest.mark.parametrize(("rank", "whole"), [(0, 200), (1, 200), (2, 0)])
+def test_a_digest_is_compared_and_only_two_that_differ_state_all_of_it(rank: int, whole: int) -> None:
+    meetings = Recording(rank, ["1 0", ""])
+    Replicas(meetings, "cpu").before_step(lambda: {str(i): torch.zeros(2) for i in range(100)})
+    first, second = meetings.stated
+    assert first["_kind"] == "cpu" and len(first["_seen"]) == 64
+    assert len(second.get("_seen", ())) == whole
 
 
 VALUES = {

@@ -26,11 +26,12 @@ class Meetings:
         """Others, about a part of that."""
         return Meetings(self.world, f"{self.topic}.{what}", self.patience)
 
-    def meet(self, what: str, statement: Statement, decide: Decide = lambda _: "") -> None:
-        """Comes to `what` with a statement; raises as `Agreement.reach`."""
+    def meet(self, what: str, statement: Statement, decide: Decide = lambda _: "") -> str:
+        """Comes to `what` with a statement; gives and raises as `Agreement.reach`."""
         self._number += 1
         here = self.world.agreement(f"{self.topic}.{self._number}", what, self.patience)
-        here.reach(statement, decide)
+        decided = here.reach(statement, decide)
         if self.world.rank == 0 and self._last is not None:  # all are beyond it
             self._last.forget()
         self._last = here
+        return decided

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError
-from autoshard.runtime.waiting import named, wait_until
+from autoshard.runtime.waiting import SHOWN, missing, named, wait_until
 
 Ranks = Callable[[], list[int]]
 INTERVAL = 1.0  # seconds between signs
@@ -55,16 +55,19 @@ class Patience:
         """Until `ready`. DisagreementError, naming the ranks that are `absent`, if those do not come to `what`, or if a
         `watched` one gives no sign of life in the store."""
         watch = _Watch(store, self.arrival)
-        wait_until(
-            ready,
-            self.timeout,
-            lambda: self.warn(f"waiting for {named(absent())} at {what}{watch.places(absent())}"),
-            lambda: DisagreementError(
-                f"{named(absent())} did not come to {what} within {self.timeout:g} s{watch.places(absent())}; every process "
+
+        def late() -> None:
+            ranks = absent()
+            self.warn(f"waiting for {named(ranks)} at {what}{watch.places(ranks)}")
+
+        def failed() -> DisagreementError:
+            ranks = absent()
+            return DisagreementError(
+                f"{named(ranks)} did not come to {what} within {self.timeout:g} s{watch.places(ranks)}; every process "
                 "must, with Config(timeout=...) long enough"
-            ),
-            lambda: watch.missed(watched(), what),
-        )
+            )
+
+        wait_until(ready, self.timeout, late, failed, lambda: watch.missed(watched(), what))
 
     def wait_for_store(self) -> Any:
         """The launcher's store. DisagreementError if nothing listens there: rank 0's thread would, or torchrun."""
@@ -92,7 +95,7 @@ class _Watch:
     """Who of the others gives signs, and when the last one was new."""
 
     def __init__(self, store: Any, limit: float | None) -> None:
-        self._store, self._limit, self._start = store, limit, time.monotonic()
+        self._signs, self._limit, self._start = _signs(store), limit, time.monotonic()
         self._heard: dict[int, tuple[str, float]] = {}
 
     def missed(self, ranks: Sequence[int], what: str) -> DisagreementError | None:
@@ -110,16 +113,18 @@ class _Watch:
         )
 
     def places(self, ranks: Sequence[int]) -> str:
-        """ " (rank 3 is at train.py:12 in load)": of those that give signs."""
+        """ " (rank 3 is at train.py:12 in load)": of those that are named and give signs."""
         if self._limit is None:
             return ""
-        self._listen(ranks)
-        known = [f"rank {r} is at {self._heard[r][0].split(' ', 1)[1]}" for r in ranks if r in self._heard]
+        shown = ranks[:SHOWN]
+        self._listen(shown)
+        known = [f"rank {r} is at {self._heard[r][0].split(' ', 1)[1]}" for r in shown if r in self._heard]
         return f" ({', '.join(known)})" if known else ""
 
     def _listen(self, ranks: Sequence[int]) -> None:
-        there = [r for r in ranks if self._store.check([_key(r)])]
-        for rank, sign in zip(there, self._store.multi_get([_key(r) for r in there]) if there else ()):
+        silent = set(missing(self._signs, ranks))
+        there = [r for r in ranks if r not in silent]
+        for rank, sign in zip(there, self._signs.multi_get([str(r) for r in there]) if there else ()):
             if rank not in self._heard or self._heard[rank][0] != sign.decode():
                 self._heard[rank] = sign.decode(), time.monotonic()
 
@@ -156,8 +161,9 @@ def _listens(address: str, port: int) -> bool:
     return True
 
 
-def _key(rank: int) -> str:
-    return f"autoshard/alive/{rank}"
+def _signs(store: Any) -> Any:
+    """Those in a store, by rank."""
+    return dist.PrefixStore("autoshard/alive", store)  # type: ignore[attr-defined]
 
 
 def _give(over: threading.Event) -> None:
@@ -188,7 +194,7 @@ def _write(store: Any | None, sign: str) -> None:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     try:
         if store is not None:
-            store.set(_key(rank), sign)
+            _signs(store).set(str(rank), sign)
     except (dist.DistNetworkError, dist.DistStoreError):
         return  # its host is gone, which the main thread will say, where it matters
 

@@ -150,16 +150,16 @@ def _end() -> None:
         return
     if getattr(sys, "last_value", None) is not None:
         return
-    _wait_for_everyone()
+    _wait_for_everyone(torch_internals.job_store("autoshard/exit"), dist.get_world_size())
     time.sleep(_QUIET_SECONDS)
     dist.destroy_process_group()
     time.sleep(_QUIET_SECONDS)
 
 
-def _wait_for_everyone(seconds: float = 60.0) -> None:
-    """A barrier through the store, which a process that is gone cannot hold up for longer than this."""
-    store = torch_internals.job_store("autoshard/exit")
-    everyone = [str(r) for r in range(dist.get_world_size())]
+def _wait_for_everyone(store: Any, size: int, seconds: float = 60.0) -> None:
+    """A barrier of `size` processes through the store, which one that is gone cannot hold up for longer than this. They are
+    counted, and the last one says so: if each looked for all, 1,000 would ask for a million keys at each look."""
     with contextlib.suppress(RuntimeError, TimeoutError):  # the host of the store may be gone: that too is an end
-        store.set(str(dist.get_rank()), "done")
-        wait_until(lambda: bool(store.check(everyone)), seconds, late=lambda: None, failed=TimeoutError)
+        if store.add("done", 1) == size:
+            store.set("all", "")
+        wait_until(lambda: bool(store.check(["all"])), seconds, late=lambda: None, failed=TimeoutError)

@@ -3,8 +3,9 @@
 [Note: Replicas] Such a parameter stays equal everywhere only as long as all processes step it with equal gradients. What
 comes from outside of the graphs that reduce them (a loss that takes the embedding's weight by itself, a hook with a seed
 of its own), or a checkpoint that one process alone loaded, lets them drift apart without a word. So before the steps
-1, 2, 4, 8 and so on, which together cost next to nothing, all compare fingerprints through the store. Results of collectives are
-the same bits everywhere; what a process computes from them may not be on another kind of processor, so only those of a kind are compared.
+1, 2, 4, 8 and so on, which together cost next to nothing, all compare a digest of fingerprints through the store. Results of
+collectives are the same bits everywhere; what a process computes from them may not be on another kind of processor, so only those of a
+kind are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from autoshard.errors import DivergenceError
-from autoshard.runtime.agreement import Statement
+from autoshard.runtime.agreement import Statement, digest
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.meetings import Meetings
@@ -41,27 +42,37 @@ class Replicas:
         due = self._steps & (self._steps - 1) == 0
         if not due or not (parameters := whole()):
             return
-        seen = _seen(parameters)
-        statement = {"_kind": self.kind, "_seen": list(seen.values())}
-        what = f"step {self._steps} of a sharded model"
-        self.meetings.meet(what, statement, lambda said: self._compare(list(seen), said))
+        seen, what = _seen(parameters), f"step {self._steps} of a sharded model"
+        apart = self.meetings.meet(what, {"_kind": self.kind, "_seen": digest(list(seen.values()))}, _apart)
+        if apart:
+            self._refuse(what, seen, *map(int, apart.split()))
 
-    def _compare(self, what: Sequence[str], statements: Sequence[Statement]) -> str:
-        first: dict[str, tuple[int, list[int | None]]] = {}
-        for rank, said in enumerate(statements):
-            before, expected = first.setdefault(said["_kind"], (rank, said["_seen"]))
-            for name, theirs, ours in zip(what, said["_seen"], expected, strict=True):
-                if theirs != ours:
-                    raise self._apart(name, rank, before)
-        return ""
+    def _refuse(self, what: str, seen: Mapping[str, int | None], rank: int, before: int) -> None:
+        """A second meeting, that ends with the error: only these two state all that they have seen."""
 
-    def _apart(self, what: str, rank: int, before: int) -> DivergenceError:
+        def refuse(said: list[Statement]) -> str:
+            pairs = zip(seen, said[rank]["_seen"], said[before]["_seen"], strict=True)
+            raise self._error(next(name for name, theirs, ours in pairs if theirs != ours), rank, before)
+
+        self.meetings.meet(what, {"_seen": list(seen.values())} if self.meetings.world.rank in (rank, before) else {}, refuse)
+
+    def _error(self, what: str, rank: int, before: int) -> DivergenceError:
         return DivergenceError(
             f"before step {self._steps}, {what} is not on rank {rank} what it is on rank {before}, and processes would "
             "silently drift apart. autoshard averages the gradients of what its compiled graphs compute: a loss that takes a "
             "parameter by itself must be computed in the compiled module, a hook that changes gradients must do so alike on "
             "all ranks, and values are loaded on all of them"
         )
+
+
+def _apart(statements: Sequence[Statement]) -> str:
+    """ "3 1", where rank 3 has seen something else than rank 1, the first of its kind; "" where all of a kind saw the same."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, said in enumerate(statements):
+        before, expected = first.setdefault(said["_kind"], (rank, said["_seen"]))
+        if said["_seen"] != expected:
+            return f"{rank} {before}"
+    return ""
 
 
 def _seen(parameters: Mapping[str, Tensor]) -> dict[str, int | None]:
