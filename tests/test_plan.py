@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,6 +57,27 @@ def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
     assert again == plan and again.hash == plan.hash and again.predicted == plan.predicted
     assert dataclasses.replace(plan, why=(), predicted=type(plan.predicted)()).hash == plan.hash
     assert dataclasses.replace(plan, compute="").hash != plan.hash
+
+
+def _taking(seconds: dict[int, float]) -> tuple[Callable[[Plan], Plan], list[int]]:
+    """A forecast in which a step at each stage takes so long, and of which stages it was asked."""
+    asked: list[int] = []
+
+    def forecast(plan: Plan) -> Plan:
+        stage = max(g.degrees.stage for g in plan.groups)
+        asked.append(stage)
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, seconds={"compute": seconds[stage]}))
+
+    return forecast, asked
+
+
+@pytest.mark.parametrize(("slow", "chosen"), [(2.0, 1), (1.0, 0)])
+def test_a_stage_whose_messages_take_hardly_longer_is_looked_at_too(slow: float, chosen: int) -> None:
+    """An optimizer steps a part of what it does at stage 0."""
+    forecast, asked = _taking({0: slow, 1: 1.5, 2: 0.1, 3: 0.1})
+    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    plan = make_plan(large, Config(), _where(), forecast)
+    assert max(g.degrees.stage for g in plan.groups) == chosen and set(asked) == {0, 1}
 
 
 def test_one_process_trains_in_its_model_s_dtypes_and_says_so() -> None:

@@ -1,6 +1,6 @@
 """Decision: the ZeRO stage, and whether to compute again rather than to save. The stages are looked at in the order of
-their time on the wire, until one fits into the memory budget as it is; of those before, each that recomputation makes fit
-stands against it, and the fastest is taken."""
+their time on the wire, until one fits into the memory budget as it is; the next stands against it if its messages take hardly longer,
+since its optimizer may step less, and so does each of those before that recomputation makes fit. The fastest is taken."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from autoshard.plan import (
 )
 from autoshard.units import bytes_text, counted
 
+HARDLY = 1.2  # times as long on the wire
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
@@ -102,16 +103,18 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
 
 
 def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is."""
-    fitting: list[int] = []
-    order = sorted(range(len(plans)), key=lambda s: (plans[s].predicted.communication_seconds, plans[s].predicted.footprint))
-    for stage in order:
+    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire."""
+    fitting, whole = list[int](), list[int]()  # all that fit; those of them that do as they are
+    wire = [plan.predicted.communication_seconds for plan in plans]
+    for stage in sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint)):
+        if whole[1:] or (whole and wire[stage] > HARDLY * wire[whole[0]]):
+            break
         plans[stage] = look(plans[stage], where.budget)
         if where.budget is None or plans[stage].predicted.footprint <= where.budget:
-            fitting.append(stage)
-            break
-        plans[stage] = _fitted(plans[stage], where.budget, fit)
-        if plans[stage].predicted.footprint <= where.budget:
+            whole.append(stage)
+        else:
+            plans[stage] = _fitted(plans[stage], where.budget, fit)
+        if where.budget is None or plans[stage].predicted.footprint <= where.budget:
             fitting.append(stage)
     if not fitting:
         _check_budget(plans, config, where)
