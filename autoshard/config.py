@@ -39,7 +39,7 @@ class Config:
         needs first is kept, and with a memory_budget as many as fit.
     mesh: None (all processes shard), {"replicate": 2, "shard": 4} (replicate=2,shard=4 on the command line), or
         a DeviceMesh with those axis names.
-    memory_budget: bytes, "72GiB", "80GB", or a share of the device such as 0.9, a process.
+    memory_budget: bytes, "72GiB", "80GB", or a share such as 0.9 of what the device has for the process.
     recompute: what backward computes again and forward need not save: "none" (what costs next to nothing), "selective" (all
         of a block but attention and every second matmul), "full" (all of a block), or "auto": what brings a step into
         memory_budget in the least time.

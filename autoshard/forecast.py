@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from autoshard.capture import Capture
 from autoshard.config import CODEGENS
@@ -70,7 +72,7 @@ class Forecaster:
             memory={category: size for category, size in peak.categories.items() if size},
             place=_place(program, peak),
             error=accuracy.memory_error(self.cluster.device, self.inductor),
-            unknown=(*unknown, *_guessed(program), *_strange(self.cluster)),
+            unknown=(*unknown, *_guessed(program), *_strange(self.cluster), *_behind(self.captured)),
             seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
             seconds_error=accuracy.time_error(self.cluster.device, self.inductor),
             reserved=None if self.cluster.device.name == "cpu" else allocator.reserved(program),
@@ -224,6 +226,13 @@ def _better(plan: Plan, than: Plan, budget: int) -> bool:
 def _strange(cluster: Cluster) -> tuple[str, ...]:
     """A device that no preset is of."""
     return () if is_known(cluster.device) else (f"{cluster.device.name} itself (speeds and links are an L4's)",)
+
+
+def _behind(captured: Capture) -> tuple[str, ...]:
+    """What a loop may do with more than a loss."""
+    results = tree_leaves([n.meta.get("example_value") for n in captured.graph.graph.output_node().all_input_nodes])
+    large = any(isinstance(t, Tensor) and t.dim() for t in results)
+    return ("what a loop computes of outputs, or keeps of them",) if large else ()
 
 
 def _guessed(program: Program) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,12 @@ def test_a_forecast_is_of_the_passes_that_a_job_runs() -> None:
     plans = [autoshard.plan(model, x, Config(zero=3, codegen="eager", disable_passes=names), two) for names in ((), ("overlap",))]
     planned, without = (plan.predicted.seconds["waiting"] for plan in plans)
     assert planned < without
+
+
+@pytest.mark.parametrize(("make", "said"), [(lambda: nn.Linear(4, 4), True), (Deep, False)])
+def test_what_becomes_of_outputs_is_said_to_be_left_out(make: Callable[[], nn.Module], said: bool) -> None:
+    plan = autoshard.plan(make(), torch.zeros(2, 4 if said else 8), Config(codegen="eager"))
+    assert ("what a loop computes of outputs, or keeps of them" in plan.predicted.unknown) is said
 
 
 class Holds(nn.Module):
