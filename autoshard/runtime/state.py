@@ -148,8 +148,10 @@ class ModelState:
         return noted
 
     def _replaced(self) -> list[str]:
-        """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]."""
-        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not self.plan.leaves_alone else []
+        """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]. None inside of `gathered`, where
+        a process may call by itself."""
+        alone = self.plan.leaves_alone or self.accumulation.gathered
+        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not alone else []
 
     def _in_lockstep(
         self, given: tuple[int, ...], training: bool, made: Collectives, replaced: Sequence[str]
@@ -182,14 +184,16 @@ class ModelState:
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
+        if stands_still:
+            return
         refuse_lost(self.residues, stepped)
         apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
-        if apart and not stands_still:
+        if apart:
             raise DivergenceError(
                 f"parameter {apart[0]!r} got a gradient outside of any graph that autoshard compiled, so "
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
             )
-        if self.replicas is not None and not stands_still:
+        if self.replicas is not None:
             self.replicas.before_step(self._whole)
 
     def _whole(self) -> dict[str, nn.Parameter]:
