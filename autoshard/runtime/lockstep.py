@@ -78,9 +78,9 @@ class Lockstep:
             self.come(call.described())
             self._follows[before] = call
 
-    def for_copy(self, number: int) -> Lockstep:
-        """That of the model's copy of this number."""
-        return Lockstep(self._meetings.of(f"copy{number}"))
+    def for_copy(self) -> Lockstep:
+        """That of a copy of the model."""
+        return Lockstep(self._meetings.for_copy())
 
     def come(self, what: str) -> None:
         """Meets the others before something that communicates. DisagreementError as above."""

@@ -30,9 +30,9 @@ class Replicas:
     kind: str
     _steps: int = field(default=0, init=False)
 
-    def for_copy(self, number: int) -> Replicas:
-        """Those of the model's copy of this number."""
-        return Replicas(self.meetings.of(f"copy{number}"), self.kind)
+    def for_copy(self) -> Replicas:
+        """Those of a copy of the model."""
+        return Replicas(self.meetings.for_copy(), self.kind)
 
     def before_step(self, whole: Callable[[], Mapping[str, Tensor]]) -> None:
         """To be called before each step. whole: gives the parameters that are, by name. DivergenceError, on all processes,

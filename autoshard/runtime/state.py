@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,11 +43,12 @@ ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 class ModelState:
     """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
-    topic: of what processes say of it to each other: the same on all of them and new for each model. copied: how often it
-    was. compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
-    blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are
-    known are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them. steps: how
-    those that stepped did, by class. reporter: makes the report of this.
+    topic: of what processes say of it to each other: the same on all of them and new for each model, whose copies have it too.
+    number: the later it was made the higher; that of a copy need not be the same on all. compiled: ids of the parameters that
+    compiled graphs were called with (Dynamo may call one graph for several blocks). regions: its blocks that repeat, where a
+    trace can go through them once. fuses: whether optimizers that are known are stepped at once. early: gathers that start when
+    an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter: makes the report
+    of this.
     """
 
     model: nn.Module
@@ -56,7 +58,7 @@ class ModelState:
     mesh: DeviceMesh | None = None
     lockstep: Lockstep | None = None
     replicas: Replicas | None = None
-    copied: int = 0
+    number: int = field(default_factory=itertools.count().__next__, init=False)
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
     regions: Regions | None = None
@@ -64,6 +66,7 @@ class ModelState:
     early: Early | None = None
     steps: dict[str, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
+    _load: list[str] | None = field(default=None, init=False)
 
     def names(self) -> dict[int, str]:
         """The names by id of the parameters that the model has now, those of the first call where they had one then (a
@@ -93,15 +96,12 @@ class ModelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
         accumulation = copy.deepcopy(self.accumulation, memo)
-        self.copied += 1
         made = replace(
             self,
-            topic=f"{self.topic}.{self.copied}",
             model=copy.deepcopy(self.model, memo),
             accumulation=accumulation,
-            lockstep=self.lockstep and self.lockstep.for_copy(self.copied),
-            replicas=self.replicas and self.replicas.for_copy(self.copied),
-            copied=0,
+            lockstep=self.lockstep and self.lockstep.for_copy(),
+            replicas=self.replicas and self.replicas.for_copy(),
             compiled=set(),
             early=self.early and Early(),
         )
@@ -178,6 +178,12 @@ class ModelState:
         if self.plan.sharded and self.lockstep is not None:
             self.lockstep.come(what)
 
+    def come_to_load(self, name: str, missing: list[str]) -> None:
+        """As `come`, once in each load of a state dict, which is told by its list of missing keys. name: of what is loaded first."""
+        if missing is not self._load:
+            self._load = missing
+            self.come(f"load_state_dict, of {name!r} and what follows")
+
     def check_gradients(self, stepped: Sequence[nn.Parameter], stands_still: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced, or not alike: processes would drift apart."""
         if self.accumulation.waiting():
@@ -215,7 +221,7 @@ def stepped_by(optimizer: Optimizer) -> list[ModelState]:
     """The states of the models whose parameters an optimizer has, in the same order on all processes."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [state for state in _live if not parameters.isdisjoint(state.ids)]
-    return sorted(found, key=lambda state: state.topic)
+    return sorted(found, key=lambda state: (state.topic, state.number))
 
 
 def any_early() -> bool:
@@ -253,14 +259,22 @@ def states_in(model: nn.Module) -> list[ModelState]:
     return list(dict.fromkeys(state for state in found if state is not None))
 
 
-def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain full tensors of a loaded state dict become shards like the parameters that they go to."""
+def _state_with(parameter: nn.Parameter) -> ModelState | None:
+    return next((state for state in _live if id(parameter) in state.ids), None)
+
+
+def _scatter_loaded(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, missing: list[str], *_: Any
+) -> None:
+    """Plain full tensors of a loaded state dict become shards like the parameters that they go to, with rank 0's values."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if not isinstance(parameter, DTensor) or value is None:
             continue
         refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
+            if (state := _state_with(parameter)) is not None:
+                state.come_to_load(state.ids[id(parameter)], missing)
             state_dict[prefix + name] = distribute_tensor(
                 value.to(parameter.device), parameter.device_mesh, parameter.placements
             )
