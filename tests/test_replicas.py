@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoshard.errors import DivergenceError
 from autoshard.runtime.fingerprint import fingerprints
+from autoshard.runtime.meetings import Meetings
+from autoshard.runtime.optimizers import options_of
+from autoshard.runtime.presence import Patience
+from autoshard.runtime.processes import World
+from autoshard.runtime.replicas import Replicas
 from tests.cluster import Cluster
-from tests.small import compiled_pair, config, inputs_of, what_is_said
+from tests.small import compiled_pair, config, in_full, inputs_of, step_each, what_is_said
 
 
 class Tied(nn.Module):
@@ -91,6 +98,40 @@ def test_what_differs_later_is_found_at_the_next_power_of_two(two: Cluster) -> N
 def test_a_penalty_on_weights_is_the_same_everywhere(two: Cluster, zero: int) -> None:
     for said in two.run(step_by, [_penalty] * 4, zero):
         assert said == "nothing" if zero == 0 else "DTensor" in said, said
+
+
+def step_at_another_rate(zero: int, first: int) -> str:
+    """Rank 1, from this step on, as by a schedule that looks at its own loss."""
+
+    def train() -> None:
+        model, _, compiled = compiled_pair(config(zero), Tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(1, 5):
+            compiled(inputs_of(1)[0, dist.get_rank()]).mean().backward()
+            optimizer.param_groups[0]["lr"] = 0.05 if step >= first and dist.get_rank() == 1 else 0.1
+            step_each(optimizer)
+
+    return what_is_said(train)
+
+
+@pytest.mark.parametrize(("zero", "first", "found"), [(3, 1, 1), (3, 3, 4), in_full(0, 1, 1)])
+def test_another_rate_is_named(two: Cluster, zero: int, first: int, found: int) -> None:
+    """Where nothing is whole too."""
+    for said in two.run(step_at_another_rate, zero, first):
+        assert said.startswith(f"DivergenceError: before step {found}, lr of group 0 of AdamW is 0.05 on rank 1 and 0.1 on rank 0"), said
+
+
+def test_options_are_alike_but_for_rounding() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["weight_decay"] = math.nan
+    options = options_of(optimizer)
+    assert options["lr of group 0 of AdamW"] == 0.5 and options["betas of group 0 of AdamW"] == [0.9, 0.999]
+    rates = [0.1, math.nextafter(0.1, 1.0), 0.2]
+    said = [{"_kind": "", "_seen": [], "_options": {**options, "lr": [rate]}} for rate in rates]
+    replicas = Replicas(Meetings(World(0, 1, "cpu"), "", Patience(0.0, None, print)), "")
+    assert replicas._compare([], said[:2]) == ""
+    with pytest.raises(DivergenceError, match=r"lr is \[0\.2\] on rank 2"):
+        replicas._compare([], said)
 
 
 class Plain(torch.optim.Optimizer):

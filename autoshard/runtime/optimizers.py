@@ -41,6 +41,21 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     }
 
 
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What it steps by, which must be equal on all processes too: its groups' options, by name, as far as they can be said."""
+    kind = type(optimizer).__name__
+    groups = enumerate(optimizer.param_groups)
+    return {f"{key} of group {i} of {kind}": _said(v) for i, g in groups for key, v in g.items() if key != "params"}
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_said(each) for each in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, (int, float, str)) or value is None else type(value).__name__
+
+
 def states_of(optimizer: Optimizer) -> int:
     """How many numbers of the parameter's size it will keep for each parameter, judged by its class; masters and what goes with
     them are of twice that size."""

@@ -1,17 +1,21 @@
-"""Parameters that every process has whole, compared now and then.
+"""Parameters that every process has whole, and what optimizers step by, compared now and then.
 
-[Note: Replicas] Such a parameter stays equal everywhere only as long as all processes step it with equal gradients. What
+[Note: Replicas] A parameter that is whole stays equal everywhere only as long as all processes step it with equal gradients. What
 comes from outside of the graphs that reduce them (a loss that takes the embedding's weight by itself, a hook with a seed
-of its own), or a checkpoint that one process alone loaded, lets them drift apart without a word. So before the steps
-1, 2, 4, 8 and so on, which together cost next to nothing, all compare fingerprints through the store. Results of collectives are
-the same bits everywhere; what a process computes from them may not be on another kind of processor, so only those of a kind are compared.
+of its own), or a checkpoint that one process alone loaded, lets them drift apart without a word. So does a rate of its own, from a
+schedule that looks at its own loss, and of rows nothing shows it. So before the steps 1, 2, 4, 8 and so on, which together cost next
+to nothing, all compare fingerprints and what the optimizer steps by through the store. Results of collectives are the same bits
+everywhere; what a process computes from them may not be on another kind of processor, so only those of a kind are compared, and
+rates but for rounding.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +24,8 @@ from autoshard.runtime.agreement import Statement
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.meetings import Meetings
+
+Options = dict[str, Any]  # numbers, words and lists of them, by what they are called
 
 
 @dataclass(eq=False)
@@ -34,26 +40,35 @@ class Replicas:
         """Those of a copy of the model."""
         return Replicas(self.meetings.for_copy(), self.kind)
 
-    def before_step(self, whole: Callable[[], Mapping[str, Tensor]]) -> None:
-        """To be called before each step. whole: gives the parameters that are, by name. DivergenceError, on all processes,
-        where one of them or its gradient differs."""
+    def before_step(self, whole: Callable[[], Mapping[str, Tensor]], options: Callable[[], Options]) -> None:
+        """To be called before each step. whole: gives the parameters that are, by name; options: what the optimizer steps by.
+        DivergenceError, on all processes, where one of these or a gradient differs."""
         self._steps += 1
-        due = self._steps & (self._steps - 1) == 0
-        if not due or not (parameters := whole()):
+        if self._steps & (self._steps - 1) != 0:
             return
-        seen = _seen(parameters)
-        statement = {"_kind": self.kind, "_seen": list(seen.values())}
+        seen = _seen(whole())
+        statement = {"_kind": self.kind, "_seen": list(seen.values()), "_options": options()}
         what = f"step {self._steps} of a sharded model"
         self.meetings.meet(what, statement, lambda said: self._compare(list(seen), said))
 
     def _compare(self, what: Sequence[str], statements: Sequence[Statement]) -> str:
         first: dict[str, tuple[int, list[int | None]]] = {}
         for rank, said in enumerate(statements):
+            self._compare_options(rank, said["_options"], statements[0]["_options"])
             before, expected = first.setdefault(said["_kind"], (rank, said["_seen"]))
             for name, theirs, ours in zip(what, said["_seen"], expected, strict=True):
                 if theirs != ours:
                     raise self._apart(name, rank, before)
         return ""
+
+    def _compare_options(self, rank: int, theirs: Options, ours: Options) -> None:
+        for name in [*ours, *theirs]:
+            if not _alike(theirs.get(name), ours.get(name)):
+                raise DivergenceError(
+                    f"before step {self._steps}, {name} is {theirs.get(name)!r} on rank {rank} and {ours.get(name)!r} on rank 0, and "
+                    "processes would silently drift apart. All of them must step alike; a schedule that looks at a loss must look at "
+                    "its mean over all processes"
+                )
 
     def _apart(self, what: str, rank: int, before: int) -> DivergenceError:
         return DivergenceError(
@@ -62,6 +77,15 @@ class Replicas:
             "parameter by itself must be computed in the compiled module, a hook that changes gradients must do so alike on "
             "all ranks, and values are loaded on all of them"
         )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """But for rounding: a cosine is not the same in the last digit everywhere."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
 
 
 def _seen(parameters: Mapping[str, Tensor]) -> dict[str, int | None]:

@@ -29,6 +29,7 @@ from autoshard.runtime.buffers import Buffers
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import Call, Lockstep, before_backward
+from autoshard.runtime.optimizers import options_of, stands_still
 from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
 from autoshard.runtime.replicas import Replicas
@@ -162,7 +163,7 @@ class ModelState:
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
         text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in replaced)])
-        call = Call(training, text, lockstep.skipped)
+        call = Call(training, text, lockstep.skipped, lockstep.stepped or not training)
         if forward:
             lockstep.enter(call)
 
@@ -184,13 +185,14 @@ class ModelState:
             self._load = missing
             self.come(f"load_state_dict, of {name!r} and what follows")
 
-    def check_gradients(self, stepped: Sequence[nn.Parameter], stands_still: bool) -> None:
-        """Refuses a step on gradients that no compiled graph reduced, or not alike: processes would drift apart."""
+    def check_step(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+        """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
+        would drift apart. stepped: the parameters of the optimizer that have gradients."""
         if self.accumulation.waiting():
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
-        if stands_still:
+        if stands_still(optimizer):
             return
         refuse_lost(self.residues, stepped)
         apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
@@ -200,7 +202,9 @@ class ModelState:
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
             )
         if self.replicas is not None:
-            self.replicas.before_step(self._whole)
+            self.replicas.before_step(self._whole, lambda: options_of(optimizer))
+        if self.lockstep is not None:
+            self.lockstep.stepped = True
 
     def _whole(self) -> dict[str, nn.Parameter]:
         """The parameters that all processes have whole, of those that the plan knows."""
