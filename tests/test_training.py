@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -299,6 +300,21 @@ def test_on_one_process_a_replaced_buffer_is_left_alone() -> None:
     for x in torch.ones(3, 4, 8):
         compiled(x).backward()
     torch.testing.assert_close(model.mean, torch.full((8,), 0.875))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_on_one_process_each_model_of_a_class_has_a_state_of_its_own(kept: bool) -> None:
+    """With one backend, as where a notebook's cell runs again: Dynamo calls one graph for all."""
+    backend, models = autoshard.backend(config("auto")), []
+    for _ in range(3):
+        model = Net()
+        compiled: Any = torch.compile(model, backend=backend)
+        compiled(torch.ones(4, 8)).backward()
+        assert model.up.weight.grad is not None and autoshard.report(model).compiled == 1.0
+        with autoshard.gathered(model):
+            models += [model] * kept
+        del model, compiled
+        gc.collect()
 
 
 def evaluated_first(zero: int) -> tuple[Distance, bool]:

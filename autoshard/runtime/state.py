@@ -151,8 +151,7 @@ class ModelState:
     def _replaced(self) -> list[str]:
         """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]. None inside of `gathered`, where
         a process may call by itself."""
-        alone = self.plan.leaves_alone or self.accumulation.gathered
-        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not alone else []
+        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not self.accumulation.gathered else []
 
     def _in_lockstep(
         self, given: tuple[int, ...], training: bool, made: Collectives, replaced: Sequence[str]
