@@ -11,6 +11,7 @@ traced whole, and once more on shards.
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -121,9 +122,11 @@ class Backend:
                 state = self._planned(model, whole, look)
         finally:
             self._end_signs()
-        if state is not None:
-            state.reporter = self.report
-            self._states.add(state)
+        return state and self._adopted(state)
+
+    def _adopted(self, state: ModelState) -> ModelState:
+        state.reporter = self.report
+        self._states.add(state)
         return state
 
     def _planned(
@@ -207,7 +210,38 @@ class Backend:
             run = giving_leaves(compilation.compile(gm, inputs), inputs)
         if state and state.regions:
             state.regions.on = False  # see [Note: Regions]
-        return state.noting_parameters(run, tuple(context.parameters), collectives) if state else run
+        positions = tuple(context.parameters)
+        if state is None or (plan.leaves_alone and not positions):
+            return run
+        return self._noting_models(run, positions, state) if plan.leaves_alone else state.noting_parameters(run, positions, collectives)
+
+    def _noting_models(self, run: Callable[..., Any], positions: tuple[int, ...], first: ModelState) -> Callable[..., Any]:
+        """`run`, a compiled graph of one process, with a note of the parameters among its arguments. There modules keep their class, so
+        Dynamo calls it for other models too that are alike; they come and go, and each has a state of its own."""
+        make = functools.partial(ModelState, plan=first.plan, world=first.world, topic=first.topic)
+        last = weakref.ref(first)
+
+        @functools.wraps(run)
+        def noted(*args: Any) -> Any:
+            nonlocal last
+            state, given = last(), [args[i] for i in positions]
+            if state is None or not state.compiled.issuperset(map(id, given)):
+                state = self._state_of_owner(given, make)
+                state.compiled.update(map(id, given))
+                last = weakref.ref(state)
+            return run(*args)
+
+        return noted
+
+    def _state_of_owner(self, parameters: Sequence[Any], make: Callable[[nn.Module], ModelState]) -> ModelState:
+        """The state of the model that is called with these, made if there is none."""
+        model = find_owner(parameters)
+        assert model is not None  # there are parameters
+        state = state_of(model)
+        if state is None:
+            state = self._adopted(make(model))
+            state.attach()
+        return state
 
     def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:
         """Once: what is behind a graph break is compiled apart, and gathers less far ahead."""

@@ -267,6 +267,20 @@ def test_a_parameter_that_lies_elsewhere_is_stepped_there(change: str) -> None:
     assert stepped_beside(CHANGES[change]) < 1e-5
 
 
+def test_a_parameter_that_goes_to_another_group_is_stepped_by_its_options() -> None:
+    models = [Net() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [optim.AdamW([{"params": m.up.parameters()}, {"params": m.down.parameters(), "lr": 0.0}], lr=0.1) for m in models]
+    autoshard.fuse(optimizers[0])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers):
+            if step == 2:  # of the same parameters, in the same order
+                optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+            model(ALONE[0]).backward()
+            step_each(optimizer)
+    assert all(torch.allclose(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
+
+
 @pytest.mark.parametrize("infinite", [False, True])
 def test_a_scaler_and_torchs_own_fused_optimizer(infinite: bool) -> None:
     parameter = nn.Parameter(torch.ones(3))

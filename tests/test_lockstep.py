@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import autoshard
 from autoshard.ops.collectives import Collectives
 from autoshard.runtime.lockstep import MOST, Call, Lockstep
 from autoshard.runtime.meetings import Meetings
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.processes import World
+from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import whole
-from tests.small import compiled_pair, config, in_full, inputs_of
+from tests.small import compiled_pair, config, in_full, inputs_of, step_each
 
 CALLS = [Call(training, collectives) for training in (True, False) for collectives in ("gather a", "gather b", "gather a\nreduce b")]
 
@@ -53,7 +57,7 @@ def test_where_two_processes_part_one_meets(together: list[Call], one: Call, oth
 TRAINING = [c for c in CALLS if c.training]
 
 
-@given(st.lists(st.tuples(st.sampled_from(TRAINING), st.integers(1, MOST - 1)), unique_by=lambda each: each[0]), st.integers(1, 5))
+@given(st.lists(st.tuples(st.sampled_from(TRAINING), st.integers(1, 3 * MOST)), unique_by=lambda each: each[0]), st.integers(1, 5))
 def test_a_loop_that_goes_on_as_before_meets_nobody(runs: list[tuple[Call, int]], times: int) -> None:
     process, loop = Recording(), [call for call, count in runs for _ in range(count)]
     process.go_on(loop * 3 + loop[:1] * MOST * (len(runs) == 1))
@@ -75,7 +79,7 @@ def test_each_turn_to_evaluation_and_back_meets() -> None:
 
 
 def test_calls_are_described_by_what_they_communicate() -> None:
-    calls = [*CALLS, Call(True, ""), replace(CALLS[0], skipped=True)]
+    calls = [*CALLS, Call(True, ""), replace(CALLS[0], skipped=True), replace(CALLS[0], stepped=False)]
     assert len({call.described() for call in calls}) == len(calls)
     assert CALLS[2].described().startswith("training, with collectives ") and CALLS[2].described().endswith(" of a to b")
 
@@ -183,3 +187,69 @@ def test_a_backward_that_one_process_skips_is_told(two: Cluster) -> None:
     said = two.answers(skip_backward, [1])
     assert [kind for kind, _ in said] == ["error", "error"]
     assert any(name == "DisagreementError" and "after a forward without backward" in text for _, (name, text, _) in said), said
+
+
+def leave_out_a_step(after: int) -> None:
+    """By rank 1, as where it looks at its own loss."""
+    model, _, compiled = compiled_pair(config(3, timeout=4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(after + 2):
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+        if step != after or dist.get_rank() == 0:
+            step_each(optimizer)
+
+
+@pytest.mark.parametrize("after", [2, in_full(20)])
+def test_a_step_that_one_process_leaves_out_is_told(two: Cluster, after: int) -> None:
+    """Where no call meets any more it is alone with that, and the other one loses it."""
+    said = two.answers(leave_out_a_step, after)
+    assert [kind for kind, _ in said] == ["error", "error"]
+    names, texts = {name for _, (name, _, _) in said}, [text for _, (_, text, _) in said]
+    assert names == {"DisagreementError"} | ({"PeerLostError"} if after > MOST else set()), said
+    assert any("no step since the one before" in text for text in texts), said
+
+
+def steps(compiled: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(2 * MOST):
+        compiled(x).backward()
+        step_each(optimizer)
+
+
+def accumulation(compiled: Any, optimizer: torch.optim.Optimizer, x: Tensor, silent: bool = False) -> None:
+    for _ in range(2 * MOST):
+        with autoshard.no_sync(compiled) if silent else contextlib.nullcontext():
+            compiled(x).backward()
+    compiled(x).backward()
+    step_each(optimizer)
+
+
+def no_sync(compiled: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    accumulation(compiled, optimizer, x, True)
+
+
+def evaluation(compiled: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    steps(compiled, optimizer, x)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(x)
+
+
+def meetings(loop: Callable[..., None]) -> list[int]:
+    """How many each of some rounds has of calls."""
+    model, _, compiled = compiled_pair(config(1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule, x, found = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), inputs_of(1)[0, dist.get_rank()], [0]
+    for _ in range(4):
+        loop(compiled, optimizer, x)
+        schedule.step()
+        state = state_of(model)
+        assert state is not None and state.lockstep is not None
+        found.append(state.lockstep._meetings._number)
+    return [after - before for before, after in zip(found, found[1:])]
+
+
+@pytest.mark.parametrize(("loop", "each"), [(steps, 0), (accumulation, 0), (no_sync, 0), (evaluation, 2)])
+def test_a_loop_with_steps_meets_nobody(two: Cluster, loop: Callable[..., None], each: int) -> None:
+    """Unless it turns to evaluation and back."""
+    for found in two.run(meetings, loop):
+        assert found[2:] == [each, each] and (loop is not steps or found == [MOST + 1, 0, 0, 0]), found

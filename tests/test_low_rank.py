@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import autoshard
 from autoshard.capture import capture
@@ -310,6 +311,20 @@ def by_grad() -> str:
 def test_gradients_of_which_nothing_is_kept_are_refused(two: Cluster) -> None:
     for said in two.run(by_grad):
         assert said.startswith("UnsupportedError: parameter 'up.weight' got its gradient by torch.autograd.grad")
+
+
+def state_before_a_backward() -> list[str]:
+    """The parameters of which there is state to load into, after a first call that had no backward."""
+    model = rank0_copy(Net())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        compiled(batches(1)[0][dist.get_rank()])
+    return sorted(get_state_dict(model, optimizer)[1]["state"])
+
+
+def test_state_to_load_into_is_made_before_a_first_backward(two: Cluster) -> None:
+    assert two.run(state_before_a_backward) == [sorted(name for name, _ in Net().named_parameters())] * 2
 
 
 def loaded() -> list[bool]:

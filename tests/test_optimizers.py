@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -189,20 +191,39 @@ def test_several_optimizers_share_a_model(two: Cluster, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
+def train_without_a_rate() -> Distance:
+    """Steps of an optimizer that chooses its rate itself: it has None."""
+    model, plain, compiled = compiled_pair(config(0))
+    optimizer, reference = (transformers.Adafactor(m.parameters()) for m in (model, plain))
+    for inputs in inputs_of(3):
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance
+
+
+def test_an_optimizer_may_have_no_rate(two: Cluster) -> None:
+    for distance in two.run(train_without_a_rate):
+        assert distance.worst <= TOLERANCE, distance
+
+
 # --- optimizers that were there before
 
 
 def continue_training(name: str, zero: int) -> Distance:
-    """Two plain steps, then sharded ones: state that existed is carried over."""
+    """Two plain steps, of each process on its own, then sharded ones: rank 0's state is carried over."""
     torch.manual_seed(0)
     make = OPTIMIZERS[name]
     model = Net()
+    optimizer = make(model.parameters())
+    for x in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())):
+        model(x).backward()
+        step_each(optimizer)
     plain = rank0_copy(model)
-    optimizer, reference = make(model.parameters()), make(plain.parameters())
-    for x in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)):
-        for m, o in ((model, optimizer), (plain, reference)):
-            m(x).backward()
-            step_each(o)
+    reference, state = make(plain.parameters()), [copy.deepcopy(optimizer.state_dict())]
+    dist.broadcast_object_list(state, 0)
+    reference.load_state_dict(state[0])
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     distance = Distance()
     for inputs in inputs_of(4):
@@ -217,8 +238,6 @@ def continue_training(name: str, zero: int) -> Distance:
 def test_optimizer_state_is_carried_over(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(continue_training, name, zero):
         assert distance.worst <= TOLERANCE, distance
-
-
 
 
 # --- what is refused

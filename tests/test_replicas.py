@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoshard.errors import DivergenceError
 from autoshard.runtime.agreement import Statement
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.meetings import Meetings
+from autoshard.runtime.optimizers import options_of
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.processes import World
 from autoshard.runtime.replicas import Replicas
 from tests.cluster import Cluster
-from tests.small import compiled_pair, config, inputs_of, what_is_said
+from tests.small import compiled_pair, config, in_full, inputs_of, step_each, what_is_said
 
 
 class Tied(nn.Module):
@@ -98,6 +101,40 @@ def test_a_penalty_on_weights_is_the_same_everywhere(two: Cluster, zero: int) ->
         assert said == "nothing" if zero == 0 else "DTensor" in said, said
 
 
+def step_at_another_rate(zero: int, first: int) -> str:
+    """Rank 1, from this step on, as by a schedule that looks at its own loss."""
+
+    def train() -> None:
+        model, _, compiled = compiled_pair(config(zero), Tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(1, 5):
+            compiled(inputs_of(1)[0, dist.get_rank()]).mean().backward()
+            optimizer.param_groups[0]["lr"] = 0.05 if step >= first and dist.get_rank() == 1 else 0.1
+            step_each(optimizer)
+
+    return what_is_said(train)
+
+
+@pytest.mark.parametrize(("zero", "first", "found"), [(3, 1, 1), (3, 3, 4), in_full(0, 1, 1)])
+def test_another_rate_is_named(two: Cluster, zero: int, first: int, found: int) -> None:
+    """Where nothing is whole too."""
+    for said in two.run(step_at_another_rate, zero, first):
+        assert said.startswith(f"DivergenceError: before step {found}, lr of group 0 of AdamW is 0.05 on rank 1 and 0.1 on rank 0"), said
+
+
+def test_options_are_alike_but_for_rounding() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["weight_decay"] = math.nan
+    options = options_of(optimizer)
+    assert options["lr of group 0 of AdamW"] == 0.5 and options["betas of group 0 of AdamW"] == [0.9, 0.999]
+    rates = [0.1, math.nextafter(0.1, 1.0), 0.2]
+    said = [{"_kind": "", "_seen": [], "_options": {**options, "lr": [rate]}} for rate in rates]
+    replicas = Replicas(Meetings(World(0, 1, "cpu"), "", Patience(0.0, None, print)), "")
+    assert replicas._compare(said[:2]) == ""
+    with pytest.raises(DivergenceError, match=r"lr is \[0\.2\] on rank 2"):
+        replicas._compare(said)
+
+
 class Plain(torch.optim.Optimizer):
     """Whose step fails when told to."""
 
@@ -163,7 +200,7 @@ class Recording(Meetings):
 @pytest.mark.parametrize(("rank", "whole"), [(0, 200), (1, 200), (2, 0)])
 def test_a_digest_is_compared_and_only_two_that_differ_state_all_of_it(rank: int, whole: int) -> None:
     meetings = Recording(rank, ["1 0", ""])
-    Replicas(meetings, "cpu").before_step(lambda: {str(i): torch.zeros(2) for i in range(100)})
+    Replicas(meetings, "cpu").before_step(lambda: {str(i): torch.zeros(2) for i in range(100)}, dict)
     first, second = meetings.stated
     assert first["_kind"] == "cpu" and len(first["_seen"]) == 64
     assert len(second.get("_seen", ())) == whole

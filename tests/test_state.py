@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import autoshard
 from tests.cluster import Cluster
-from tests.parity import Distance, rank0_copy, see_state, whole
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
+from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, what_is_said
 
 NAMES = ["up.weight", "up.bias", "down.weight", "down.bias"]
 
@@ -156,10 +157,23 @@ def test_a_whole_state_for_one_process_is_refused_by_name(two: Cluster) -> None:
     assert kind == "DisagreementError" and "autoshard.state_dict" in text and other == "error"
 
 
+def load_alone(part: str) -> None:
+    model, plain, compiled = compiled_pair(config(3, timeout=4))
+    compiled(batch()).backward()
+    if dist.get_rank() == 0:
+        model.get_submodule(part).load_state_dict(plain.get_submodule(part).state_dict())
+    compiled(batch()).backward()
+
+
+@pytest.mark.parametrize("part", ["", "up"])
+def test_a_load_by_one_process_is_refused_by_name(two: Cluster, part: str) -> None:
+    for said in two.run(what_is_said, load_alone, part):
+        assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call"), said
+        assert "where rank 0 has \"load_state_dict, of 'up.weight' and what follows\"" in said
+
+
 def a_copy() -> tuple[Distance, bool]:
     """A deep copy of a sharded model has rows of its own."""
-    import copy
-
     model, plain, compiled = compiled_pair(config(3))
     compiled(inputs_of(1)[0, dist.get_rank()]).backward()
     other: nn.Module = copy.deepcopy(model)
@@ -174,6 +188,24 @@ def a_copy() -> tuple[Distance, bool]:
 def test_a_deep_copy_is_sharded_and_apart(two: Cluster) -> None:
     for distance, sharded in two.run(a_copy):
         assert distance.worst == 0 and sharded
+
+
+def a_copy_beside_another() -> Distance:
+    """The last one that each process has; rank 0 has one more, for itself."""
+    model, plain, compiled = compiled_pair(config(3, timeout=10))
+    inputs = inputs_of(1)[0]
+    backward_beside(compiled, plain, inputs)
+    copies = [copy.deepcopy(model) for _ in range(2 - dist.get_rank())]
+    plain.zero_grad()
+    backward_beside(torch.compile(copies[-1], backend=autoshard.backend(config(3, timeout=10))), plain, inputs)
+    distance = Distance()
+    see_gradients(distance, copies[-1], plain)
+    return distance
+
+
+def test_a_process_may_copy_a_model_for_itself(two: Cluster) -> None:
+    for distance in two.run(a_copy_beside_another):
+        assert distance.worst <= TOLERANCE, distance
 
 
 class Strided(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -276,12 +277,44 @@ def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: 
     assert not torch.equal(first[0][-1], second[0][-1])
 
 
+def replaced_and_called_alone() -> tuple[Tensor, Tensor]:
+    """The buffer after three calls on rank 0, of which it makes one alone, inside of `gathered`; and the input's mean."""
+    model, _, compiled = compiled_pair(config(3, timeout=10), Averaging)
+    x = inputs_of(1)[0, 0]
+    compiled(x).backward()
+    with autoshard.gathered(model), torch.no_grad():
+        if dist.get_rank() == 0:
+            compiled(x)
+    compiled(x).backward()
+    return model.mean, x.mean(0)
+
+
+def test_inside_gathered_a_replaced_buffer_waits_for_nobody(two: Cluster) -> None:
+    for found, mean in two.run(replaced_and_called_alone):
+        torch.testing.assert_close(found, 0.875 * mean)
+
+
 def test_on_one_process_a_replaced_buffer_is_left_alone() -> None:
     model = Averaging()
     compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto")))
     for x in torch.ones(3, 4, 8):
         compiled(x).backward()
     torch.testing.assert_close(model.mean, torch.full((8,), 0.875))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_on_one_process_each_model_of_a_class_has_a_state_of_its_own(kept: bool) -> None:
+    """With one backend, as where a notebook's cell runs again: Dynamo calls one graph for all."""
+    backend, models = autoshard.backend(config("auto")), []
+    for _ in range(3):
+        model = Net()
+        compiled: Any = torch.compile(model, backend=backend)
+        compiled(torch.ones(4, 8)).backward()
+        assert model.up.weight.grad is not None and autoshard.report(model).compiled == 1.0
+        with autoshard.gathered(model):
+            models += [model] * kept
+        del model, compiled
+        gc.collect()
 
 
 def evaluated_first(zero: int) -> tuple[Distance, bool]:

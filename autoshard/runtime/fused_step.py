@@ -176,15 +176,19 @@ _held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
 
 def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that a step changes: those with a gradient."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p for group in optimizer.param_groups for p in _stepped_of(group)]
+
+
+def _stepped_of(group: Options) -> list[nn.Parameter]:
+    return [p for p in group["params"] if p.grad is not None]
 
 
 def _seen(optimizer: Optimizer, family: Family, stepped: list[nn.Parameter]) -> list[Any]:
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
-    moved or cast stays itself and gets other rows."""
+    moved or cast stays itself and gets other rows; one that goes to another group stands behind that one's."""
     values = [value for kept in optimizer.state.values() if isinstance(kept, dict) for value in kept.values()]  # a user's own are anything
-    groups, held = optimizer.param_groups, [*stepped, *values]
-    return [*groups, *map(family.rule, groups), *held, *torch_internals.rows_of_each(held)]
+    groups = [each for group in optimizer.param_groups for each in (group, family.rule(group), *_stepped_of(group))]
+    return [*groups, *values, *torch_internals.rows_of_each([*stepped, *values])]
 
 
 def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -265,7 +269,7 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
     """Of one device and dtypes each."""
     launches: dict[Any, Launch] = {}
     for i, options in enumerate(optimizer.param_groups):
-        for parameter in (p for p in options["params"] if p.grad is not None):
+        for parameter in _stepped_of(options):
             keys, state = keys_of(optimizer, family, options, parameter), optimizer.state.get(parameter, {})
             first = any(state.get(key) is None for key in keys if key != MASTER)
             if MASTER in keys and not first and state.get(MASTER) is None:  # a state that was kept without

@@ -2,8 +2,9 @@
 
 [Note: Lockstep] Collectives pair by their order alone. Where rank 0 evaluates by itself, leaves another block out than
 rank 1 does (layer drop with a seed for each process, a branch on inputs) or skips the backward of a loss that is not finite, what
-pairs does not belong together, and the job hangs or, worse, does not. So each process foresees which call comes next: the one
-that came the last time after as many of the last one, and that after the same other one. A call that was not foreseen, and
+pairs does not belong together, and the job hangs or, worse, does not. Where it leaves a step of the optimizer out, nothing else tells
+that its rows have parted from the others'; so whether there was one is a part of the next call. Each process foresees which call comes
+next: the one that came the last time after as many of the last one, and that after the same other one. A call that was not foreseen, and
 each turn from training to evaluation and back, waits at the store until all have come to the same one. What is foreseen is learned there
 alone, so all processes foresee the same: where two of them part, one at least does what was not foreseen, and is told. A
 loop that goes on as before never waits.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,17 +22,19 @@ from torch import Tensor
 from autoshard.errors import DisagreementError
 from autoshard.runtime.meetings import Meetings
 
-MOST = 8  # calls of one kind in a row that are told apart
+MOST = 8  # calls of one kind in a row, behind which one more is expected
 
 
 @dataclass(frozen=True)
 class Call:
     """What one call of a compiled graph communicates, it and its backward, as text that is the same on all processes. skipped:
-    whether the backward of the training call before it has not come."""
+    whether the backward of the training call before it has not come. stepped: whether an optimizer has stepped since the training
+    call before this one; of the first one, and of evaluation, that is taken for granted."""
 
     training: bool
     collectives: str
     skipped: bool = False
+    stepped: bool = True
 
     def described(self) -> str:
         """In one line."""
@@ -39,8 +42,9 @@ class Call:
         first, last = (line.rpartition(" ")[-1] for line in (lines[0], lines[-1]))
         mode = "training" if self.training else "evaluation"
         skipped = " after a forward without backward" * self.skipped
+        stepped = "" if self.stepped else ", no step since the one before"
         code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
-        return f"{mode}{skipped}, with collectives {code} of {first} to {last}"
+        return f"{mode}{skipped}, with collectives {code} of {first} to {last}{stepped}"
 
 
 @dataclass(frozen=True)
@@ -54,33 +58,38 @@ class _Before:
     def then(self, call: Call) -> _Before:
         """What the call after this one follows."""
         if call == self.last:
-            return _Before(self.other, call, min(self.times + 1, MOST))
+            return _Before(self.other, call, self.times + 1)
         return _Before(self.last, call)
 
 
 class Lockstep:
-    """Of one sharded model."""
+    """Of one sharded model. skipped, stepped: of its next call."""
 
     def __init__(self, meetings: Meetings) -> None:
         self._meetings = meetings
         self._before: _Before | None = None
         self._follows: dict[_Before, Call] = {}
-        self.skipped = False
+        self.skipped, self.stepped = False, True
 
     def enter(self, call: Call) -> None:
         """To be called before each call that communicates. DisagreementError if some process does not come, or comes to
         another call."""
         before, self.skipped = self._before, call.training
+        self.stepped = self.stepped and not call.training
         self._before = before.then(call) if before else _Before(None, call)
         if before is None or before.last.training is not call.training:
             self.come(call.described())
-        elif self._follows.get(before) != call:
+        elif self._foreseen(before) != call:
             self.come(call.described())
             self._follows[before] = call
 
-    def for_copy(self, number: int) -> Lockstep:
-        """That of the model's copy of this number."""
-        return Lockstep(self._meetings.of(f"copy{number}"))
+    def _foreseen(self, before: _Before) -> Call | None:
+        """A long run goes on, unless one has ended when it was as long, as those of an accumulation do."""
+        return self._follows.get(before) or self._follows.get(replace(before, times=min(before.times, MOST)))
+
+    def for_copy(self) -> Lockstep:
+        """That of a copy of the model."""
+        return Lockstep(self._meetings.for_copy())
 
     def come(self, what: str) -> None:
         """Meets the others before something that communicates. DisagreementError as above."""

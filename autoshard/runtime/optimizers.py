@@ -16,6 +16,7 @@ from autoshard.errors import UnsupportedError
 from autoshard.heap import alive
 from autoshard.kernels.multi_tensor import HALVES
 from autoshard.runtime import fused_step
+from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 from autoshard.runtime.shard import full_value
@@ -40,6 +41,21 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     }
 
 
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What it steps by, which must be equal on all processes too: its groups' options, by name, as far as they can be said."""
+    kind = type(optimizer).__name__
+    groups = enumerate(optimizer.param_groups)
+    return {f"{key} of group {i} of {kind}": _said(v) for i, g in groups for key, v in g.items() if key != "params"}
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_said(each) for each in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, (int, float, str)) or value is None else type(value).__name__
+
+
 def states_of(optimizer: Optimizer) -> int:
     """How many numbers of the parameter's size it will keep for each parameter, judged by its class; masters and what goes with
     them are of twice that size."""
@@ -62,8 +78,12 @@ def _states_of(optimizer: Optimizer) -> int:
 def stands_still(optimizer: Optimizer) -> bool:
     """True of a step that changes no parameter: torch.distributed.checkpoint takes one to make state to load into. A rate
     that lies on a GPU is not asked for, which would wait for it in each step; that one's lies on the CPU."""
-    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
-    return not any(isinstance(r, Tensor) and r.device.type != "cpu" for r in rates) and all(float(r) == 0.0 for r in rates)
+    return all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _is_zero(rate: Any) -> bool:
+    """Not None, with which an optimizer chooses its own."""
+    return rate is not None and not (isinstance(rate, Tensor) and rate.device.type != "cpu") and float(rate) == 0.0
 
 
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
@@ -116,7 +136,7 @@ def _like_parameter(key: str, value: Any, parameter: Tensor) -> bool:
 
 
 class Repointer:
-    """Points optimizers at the shards, parameter by parameter, and scatters their state from rank 0."""
+    """Points optimizers at the shards, parameter by parameter; their state becomes rank 0's, as parameters do."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._slots: dict[int, list[tuple[Optimizer, list[Any], int]]] = {}
@@ -127,15 +147,20 @@ class Repointer:
                     self._slots.setdefault(id(p), []).append((optimizer, group["params"], i))
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """`new` takes the place of `old` in every optimizer."""
+        """`new` takes the place of `old` in every optimizer. A collective."""
         for optimizer, params, i in self._slots.get(id(old), ()):
             params[i] = new
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                optimizer.state[new] = {k: _scattered(k, v, old, new) for k, v in state.items()}
+                optimizer.state[new] = {k: _rank_0_s(k, v, old, new) for k, v in state.items()}
 
 
-def _scattered(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    if not isinstance(new.data, DTensor) or not _like_parameter(key, value, old):
+def _rank_0_s(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    """State of `old` on rank 0, lying as `new` does if it is of its size."""
+    if not isinstance(value, Tensor):
         return value
-    return distribute_tensor(value, new.data.device_mesh, new.data.placements)
+    if isinstance(new.data, DTensor) and _like_parameter(key, value, old):
+        return distribute_tensor(value, new.data.device_mesh, new.data.placements)
+    sent = value.to(new.device)  # steps are counted on the CPU, from which NCCL does not send
+    take_rank_0_s(sent)
+    return value.copy_(sent)

@@ -47,7 +47,7 @@ def places_of(model: nn.Module) -> dict[int, list[Place]]:
 class Sharder:
     """Carries out a plan on a model, one parameter at a time, so that the peak is one parameter above.
 
-    `shard` yields (old, new) for each parameter and lets go of the old one's storage.
+    `shard` yields (old, new) for each parameter, one and the same where it stays as it lies, and lets go of an old one's storage.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -68,8 +68,8 @@ class Sharder:
             for place in where:
                 place.module._parameters[place.attribute] = new
                 shown[place.module][place.attribute] = str(layout)
+            yield parameter, new
             if new is not parameter:
-                yield parameter, new
                 parameter.data = parameter.data.new_empty(0)  # the last who holds the whole one is gone, but for a user who keeps it
                 retire(parameter)
             self._hold(group, new, where)

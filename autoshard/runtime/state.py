@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from autoshard.runtime.buffers import Buffers
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import Call, Lockstep, before_backward
+from autoshard.runtime.optimizers import options_of, stands_still
 from autoshard.runtime.processes import World
 from autoshard.runtime.regions import Regions
 from autoshard.runtime.replicas import Replicas
@@ -42,11 +44,12 @@ ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 class ModelState:
     """One per model or family, found under `ATTRIBUTE` of each module that was compiled.
 
-    topic: of what processes say of it to each other: the same on all of them and new for each model. copied: how often it
-    was. compiled: ids of the parameters that compiled graphs were called with (Dynamo may call one graph for several
-    blocks). regions: its blocks that repeat, where a trace can go through them once. fuses: whether optimizers that are
-    known are stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them. steps: how
-    those that stepped did, by class. reporter: makes the report of this.
+    topic: of what processes say of it to each other: the same on all of them and new for each model, whose copies have it too.
+    number: the later it was made the higher; that of a copy need not be the same on all. compiled: ids of the parameters that
+    compiled graphs were called with (Dynamo may call one graph for several blocks). regions: its blocks that repeat, where a
+    trace can go through them once. fuses: whether optimizers that are known are stepped at once. early: gathers that start when
+    an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter: makes the report
+    of this.
     """
 
     model: nn.Module
@@ -56,7 +59,7 @@ class ModelState:
     mesh: DeviceMesh | None = None
     lockstep: Lockstep | None = None
     replicas: Replicas | None = None
-    copied: int = 0
+    number: int = field(default_factory=itertools.count().__next__, init=False)
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
     regions: Regions | None = None
@@ -64,6 +67,7 @@ class ModelState:
     early: Early | None = None
     steps: dict[str, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
+    _load: list[str] | None = field(default=None, init=False)
 
     def names(self) -> dict[int, str]:
         """The names by id of the parameters that the model has now, those of the first call where they had one then (a
@@ -93,15 +97,12 @@ class ModelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Of a copy of the model, which `memo` has already. It may be compiled, gathered and loaded on its own."""
         accumulation = copy.deepcopy(self.accumulation, memo)
-        self.copied += 1
         made = replace(
             self,
-            topic=f"{self.topic}.{self.copied}",
             model=copy.deepcopy(self.model, memo),
             accumulation=accumulation,
-            lockstep=self.lockstep and self.lockstep.for_copy(self.copied),
-            replicas=self.replicas and self.replicas.for_copy(self.copied),
-            copied=0,
+            lockstep=self.lockstep and self.lockstep.for_copy(),
+            replicas=self.replicas and self.replicas.for_copy(),
             compiled=set(),
             early=self.early and Early(),
         )
@@ -148,8 +149,9 @@ class ModelState:
         return noted
 
     def _replaced(self) -> list[str]:
-        """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]."""
-        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not self.plan.leaves_alone else []
+        """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]. None inside of `gathered`, where
+        a process may call by itself."""
+        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not self.accumulation.gathered else []
 
     def _in_lockstep(
         self, given: tuple[int, ...], training: bool, made: Collectives, replaced: Sequence[str]
@@ -160,7 +162,7 @@ class ModelState:
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
         text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in replaced)])
-        call = Call(training, text, lockstep.skipped)
+        call = Call(training, text, lockstep.skipped, lockstep.stepped or not training)
         if forward:
             lockstep.enter(call)
 
@@ -176,21 +178,32 @@ class ModelState:
         if self.plan.sharded and self.lockstep is not None:
             self.lockstep.come(what)
 
-    def check_gradients(self, stepped: Sequence[nn.Parameter], stands_still: bool) -> None:
-        """Refuses a step on gradients that no compiled graph reduced, or not alike: processes would drift apart."""
+    def come_to_load(self, name: str, missing: list[str]) -> None:
+        """As `come`, once in each load of a state dict, which is told by its list of missing keys. name: of what is loaded first."""
+        if missing is not self._load:
+            self._load = missing
+            self.come(f"load_state_dict, of {name!r} and what follows")
+
+    def check_step(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+        """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
+        would drift apart. stepped: the parameters of the optimizer that have gradients."""
         if self.accumulation.waiting():
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
+        if stands_still(optimizer):
+            return
         refuse_lost(self.residues, stepped)
         apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
-        if apart and not stands_still:
+        if apart:
             raise DivergenceError(
                 f"parameter {apart[0]!r} got a gradient outside of any graph that autoshard compiled, so "
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
             )
-        if self.replicas is not None and not stands_still:
-            self.replicas.before_step(self._whole)
+        if self.replicas is not None:
+            self.replicas.before_step(self._whole, lambda: options_of(optimizer))
+        if self.lockstep is not None:
+            self.lockstep.stepped = True
 
     def _whole(self) -> dict[str, nn.Parameter]:
         """The parameters that all processes have whole, of those that the plan knows."""
@@ -211,7 +224,7 @@ def stepped_by(optimizer: Optimizer) -> list[ModelState]:
     """The states of the models whose parameters an optimizer has, in the same order on all processes."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [state for state in _live if not parameters.isdisjoint(state.ids)]
-    return sorted(found, key=lambda state: state.topic)
+    return sorted(found, key=lambda state: (state.topic, state.number))
 
 
 def any_early() -> bool:
@@ -249,14 +262,22 @@ def states_in(model: nn.Module) -> list[ModelState]:
     return list(dict.fromkeys(state for state in found if state is not None))
 
 
-def _scatter_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain full tensors of a loaded state dict become shards like the parameters that they go to."""
+def _state_with(parameter: nn.Parameter) -> ModelState | None:
+    return next((state for state in _live if id(parameter) in state.ids), None)
+
+
+def _scatter_loaded(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, missing: list[str], *_: Any
+) -> None:
+    """Plain full tensors of a loaded state dict become shards like the parameters that they go to, with rank 0's values."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if not isinstance(parameter, DTensor) or value is None:
             continue
         refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
+            if (state := _state_with(parameter)) is not None:
+                state.come_to_load(state.ids[id(parameter)], missing)
             state_dict[prefix + name] = distribute_tensor(
                 value.to(parameter.device), parameter.device_mesh, parameter.placements
             )

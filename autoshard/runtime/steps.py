@@ -93,11 +93,10 @@ def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    still = stands_still(optimizer)
     for state in states:
-        state.check_gradients(stepped, still)
+        state.check_step(optimizer, stepped)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
-    if states and strange and not still:
+    if states and strange and not stands_still(optimizer):
         raise DivergenceError(
             f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
