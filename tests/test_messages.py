@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard.capture import Capture, capture
@@ -99,6 +100,22 @@ def accumulated(zero: int) -> tuple[Tensor, list[Tensor]]:
         compiled(inputs[dist.get_rank()]).backward()
     compiled(inputs[dist.get_rank()]).backward()
     return whole(model.layer.weight.grad), [x.expand(15, 8) for x in inputs]
+
+
+def summed(options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """As `gradients`, of a model in bf16 whose gradients are reduced in fp32."""
+    model = rank0_copy(Sum().bfloat16())
+    inputs = torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5)).bfloat16()
+    settings = config(2, precision=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(settings))
+    compiled(inputs[dist.get_rank()]).backward()
+    return whole(model.layer.weight.grad), [x.float().expand(15, 8) for x in inputs]
+
+
+def test_what_is_reduced_in_fp32_is_rounded_to_a_narrower_parameter_once(three: Cluster) -> None:
+    """Where each process sums by itself; of two numbers a sum is rounded once anyway."""
+    for found, own in three.run(summed, {"cluster": Machines(1, 3, DEVICES["cpu"])}):
+        assert torch.equal(found, (sum(own) / 3).bfloat16())
 
 
 def scaled(zero: int) -> tuple[bool, float]:

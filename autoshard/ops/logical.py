@@ -62,7 +62,9 @@ def _mean(grads: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor
     flats = packing.pack_grads(grads, layout)
     if layout.compress:
         return _mean_of_compressed(flats, layout.reduce or dtype, layout)
-    flat = _scatter_sum(flats, flats[0].dtype if layout.replicas else dtype, layout) if layout.sharded else flats[0]
+    carried = flats[0].dtype
+    summed = carried if layout.replicas else torch.promote_types(carried, dtype)
+    flat = _scatter_sum(flats, summed, layout) if layout.sharded else flats[0]
     return _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.replicas)) if layout.replicas else flat
 
 
