@@ -19,7 +19,16 @@ from torch.utils._pytree import tree_leaves
 import autoshard
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
-from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, what_is_said
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    what_is_said,
+)
 
 NAMES = ["up.weight", "up.bias", "down.weight", "down.bias"]
 
