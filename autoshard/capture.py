@@ -24,6 +24,7 @@ from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
+from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.inline_regions import inline_regions
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.runtime.accumulation import Accumulation
@@ -141,6 +142,7 @@ def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) 
     parameters, buffers = names_of(shadow), {id(b): name for name, b in shadow.named_buffers()}
     inputs = captured.inputs
     inline_regions(captured.graph)
+    hoist_unshards(captured.graph)  # who looks for what uses parameters looks there
     places = captured.graph.graph.find_nodes(op="placeholder")
     shown = {id(each.tensor) for each in opened}
     return Capture(

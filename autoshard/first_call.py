@@ -66,11 +66,12 @@ from autoshard.version import __version__
 @dataclass(frozen=True)
 class FirstGraph:
     """What a first call takes from a model's first graph. written: parameters that forward writes to. capture: the graph
-    itself, where it was captured."""
+    itself, where it was captured. transformed: parameters that it takes in a transform of functions, as far as that is known."""
 
     inventory: Inventory
     written: tuple[str, ...]
     capture: Capture | None = None
+    transformed: tuple[str, ...] = ()
 
     @staticmethod
     def given(model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> FirstGraph:
@@ -89,7 +90,9 @@ class FirstGraph:
         places = capture.graph.graph.find_nodes(op="placeholder")
         names = {place: capture.parameters[i] for i, place in enumerate(places) if i in capture.parameters}
         whole = {u: name for n, name in names.items() for u in n.users if graphs.is_call(u, graphs.UNSHARD)}
-        return FirstGraph(capture.inventory, _written(capture.graph, whole), capture)
+        inside = graphs.in_transforms(capture.graph)
+        transformed = tuple(name for node, name in whole.items() if node in inside)
+        return FirstGraph(capture.inventory, _written(capture.graph, whole), capture, transformed)
 
     @property
     def traced_once(self) -> bool:
@@ -102,6 +105,14 @@ class FirstGraph:
             raise UnsupportedError(
                 f"forward writes to parameter {self.written[0]!r} in place (an embedding's max_norm, say); "
                 "on a shard that write would be lost"
+            )
+
+    def refuse_transformed(self) -> None:
+        """Torch takes no DTensor apart there."""
+        if self.transformed:
+            raise UnsupportedError(
+                f"forward uses parameter {self.transformed[0]!r} in a transform of functions (torch.vmap, torch.func.grad), "
+                "which no sharded one can be; legal: zero=0, or to take the parameter outside of the function that is transformed"
             )
 
 
@@ -140,6 +151,7 @@ class FirstCall:
             check_plan_fits(plan, inventory, self.world.size)
             if plan.sharded:
                 refuse_shared_memory(self.model)
+                self.graph.refuse_transformed()
                 for optimizer in self.optimizers:
                     optimizers.check_steps_on_shards(optimizer)
         self._describe(plan)

@@ -26,7 +26,6 @@ from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Pass, Phase
 from autoshard.passes.dump import Dump
-from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import BLOCKS, POLICY
 from autoshard.plan import ParameterGroup, Plan
@@ -62,7 +61,6 @@ def prepare(
 ) -> Prepared:
     """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run."""
     gm = copy.deepcopy(captured.graph)
-    hoist_unshards(gm)  # whose layouts would not be seen
     residues = _write_layouts(gm, captured, plan)
     manager = PassManager(passes, Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)

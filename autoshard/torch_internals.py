@@ -500,6 +500,11 @@ def module_path(node: torch.fx.Node) -> str:
     return re.sub(r"^L\['\w+'\](\[0\])?\.?", "", str(list(stack.values())[-1][0])) if stack else ""
 
 
+def saves_by(region: torch.fx.GraphModule) -> Any:
+    """What an activation-checkpoint region was given to choose what it saves (`context_fn`); None of any other graph. Seen: 2.11, 2.13."""
+    return region.meta.get("_checkpoint_context_fn")
+
+
 def is_backward(node: torch.fx.Node) -> bool:
     """True of a node of a joint graph that AOTAutograd traced while it differentiated, gradients among them; a node that
     Inductor put in the place of others may not say. Seen: 2.11, 2.13."""
@@ -540,8 +545,8 @@ def decompositions_of(packets: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 def share_memory(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """True if some result lies in the memory of another, or of one of `others`; fake tensors have memory in this
     sense too. Seen: 2.11, 2.13."""
-    taken = [t.untyped_storage()._cdata for t in results]
-    return len(set(taken)) < len(taken) or bool(set(taken) & {t.untyped_storage()._cdata for t in others})
+    taken = list(map(storage_of, results))
+    return len(set(taken)) < len(taken) or bool(set(taken) & set(map(storage_of, others)))
 
 
 def traced_once(forward: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -728,9 +733,18 @@ def random_call(node: torch.fx.Node) -> RandomCall | None:
     return None
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What transforms of functions (torch.vmap, torch.func.grad) work on, of a tensor inside of them; any other, itself. Seen: 2.11, 2.13."""
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tensors have in common that share memory; of fake ones too, which lie nowhere. Seen: 2.11, 2.13."""
-    return int(tensor.untyped_storage()._cdata)
+    """What tensors have in common that share memory; of fake ones too, which lie nowhere, and of those inside a transform of
+    functions. Seen: 2.11, 2.13."""
+    return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
 def job_store(prefix: str) -> Any:

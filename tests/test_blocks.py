@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoshard
 from autoshard import codegen
@@ -104,6 +107,79 @@ def test_blocks_that_change_buffers_stay() -> None:
             return self.net(x)[1]
 
     assert _outlined(Mean(), torch.randn(2, 3, 6, 6)) == []
+
+
+def _scaling(factor: float) -> Callable[[Tensor], Tensor]:
+    @torch.compiler.allow_in_graph
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor
+
+    return scaled
+
+
+def test_blocks_that_call_functions_of_one_factory_are_not_alike() -> None:
+    class Foreign(Block):
+        def __init__(self, scaled: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.scaled = scaled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(super().forward(x))
+
+    twice = _scaling(2.0)
+    assert _outlined(Stack([Foreign(twice), Foreign(twice), Foreign(_scaling(3.0))]), torch.randn(4, 8)) == [0, 1, 1, 2]
+
+
+def test_regions_that_save_by_other_rules_are_not_alike() -> None:
+    class Saving(Block):
+        def __init__(self, *ops: Any) -> None:
+            super().__init__()
+            self.context = partial(create_selective_checkpoint_contexts, list(ops))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False, context_fn=self.context)  # type: ignore[no-any-return]
+
+    mm, tanh = torch.ops.aten.mm.default, torch.ops.aten.tanh.default
+    assert _outlined(Stack([Saving(mm), Saving(mm), Saving(tanh)]), torch.randn(4, 8)) == [0, 1, 1]
+
+
+def _under_kernels(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return _one_after_the_other(blocks, x)
+
+
+def _in_inference(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return _one_after_the_other(blocks, x)
+
+
+def _mapped(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: _one_after_the_other(blocks, row))(x)
+
+
+def _differentiated(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: _one_after_the_other(blocks, y).sum())(x)
+
+
+def _one_after_the_other(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize(("run", "left"), [(_under_kernels, False), (_in_inference, True), (_mapped, True), (_differentiated, True)])
+def test_blocks_in_another_mode_stay(run: Callable[[nn.ModuleList, Tensor], Tensor], left: bool) -> None:
+    """Those behind it do not where it is known to be left."""
+
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.blocks = nn.ModuleList(Block() for _ in range(3)), nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _one_after_the_other(self.blocks, run(self.inside, x).clone()).sum()
+
+    assert len(_outlined(Switching(), torch.randn(4, 8))) == (3 if left else 0)
 
 
 class Turned(Block):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,9 +65,23 @@ class Net(nn.Module):
         return x.pow(2).mean()
 
 
-def _train(zero: int, kind: str, codegen: str) -> Distance:
+class Deep(nn.Module):
+    """Blocks enough to be traced once, with a region around each or inside of it."""
+
+    def __init__(self, around: str, inside: str) -> None:
+        super().__init__()
+        self.around = Region(around)
+        self.blocks = nn.ModuleList(Block(Region(inside), 0.0) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x.pow(2).mean()
+
+
+def _train(zero: int, build: Callable[[], nn.Module], codegen: str) -> Distance:
     torch.manual_seed(0)
-    model = Net(kind)
+    model = build()
     reference, rank = rank0_copy(model), dist.get_rank()
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, codegen=codegen)), fullgraph=True)
     distance = Distance()
@@ -90,7 +105,13 @@ def _train(zero: int, kind: str, codegen: str) -> Distance:
      in_full(3, "reentrant", "inductor"), in_full(2, "plain", "inductor")],
 )  # fmt: skip
 def test_regions_are_honoured(two: Cluster, zero: int, kind: str, codegen: str) -> None:
-    for distance in two.run(_train, zero, kind, codegen):
+    for distance in two.run(_train, zero, partial(Net, kind), codegen):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize(("around", "inside"), [("plain", "none"), ("none", "plain"), in_full("plain", "plain")])
+def test_regions_are_honoured_where_blocks_are_traced_once(two: Cluster, around: str, inside: str) -> None:
+    for distance in two.run(_train, 3, partial(Deep, around, inside), "eager"):
         assert distance.worst <= TOLERANCE, distance
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from tests.cluster import Cluster
@@ -79,6 +80,39 @@ class Clamped(Net):
 
 def written_through_data() -> None:
     _call(Clamped())
+
+
+class AgainMaxNorm(MaxNorm):
+    """Writes where activations are computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def written_in_a_region() -> None:
+    _call(AgainMaxNorm())
+
+
+class AgainClamped(Clamped):
+    """The same through `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def written_through_data_in_a_region() -> None:
+    _call(AgainClamped())
+
+
+class Mapped(Net):
+    """Its layers see a row at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x).mean()
+
+
+def mapped_over_rows() -> None:
+    _call(Mapped())
 
 
 class Twice(Net):
@@ -156,6 +190,9 @@ CASES: dict[Callable[[], None], str] = {
     errors_suppressed: "compiling MaxNorm failed, which suppress_errors of Dynamo's config hides",
     written_in_forward: "in place (an embedding's max_norm, say)",
     written_through_data: "forward writes to parameter 'up.weight' in place",
+    written_in_a_region: "forward writes to parameter 'embed.weight' in place",
+    written_through_data_in_a_region: "forward writes to parameter 'up.weight' in place",
+    mapped_over_rows: "forward uses parameter 'up.weight' in a transform of functions",
     memory_shared_by_a_buffer: "parameter 'up.weight' and buffer 'first' share memory",
     memory_shared_by_parameters: "parameter 'up.weight' and parameter 'down.weight' share memory",
     inside_cond: "torch.cond(x.sum() > 0",  # torch's own, with the user's line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autoshard import torch_internals
 from tests.cluster import Cluster as Processes
@@ -450,6 +452,35 @@ def test_share_memory_sees_views() -> None:
     x, y = torch.ones(2, 2), torch.ones(2, 2)
     assert torch_internals.share_memory([x.t()], [x]) and torch_internals.share_memory([x, x[0]], [])
     assert not torch_internals.share_memory([x], [y])
+
+
+def test_a_tensor_in_transforms_of_functions_is_unwrapped() -> None:
+    seen: list[torch.Tensor] = []
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        seen.append(row)
+        assert torch_internals.unwrapped(row) is not row and torch_internals.storage_of(row) == torch_internals.storage_of(x)
+        return row.sum()
+
+    x = torch.ones(2, 3)
+    torch.vmap(torch.func.grad(look))(x)
+    assert len(seen) == 1 and torch_internals.unwrapped(x) is x
+
+
+def test_a_region_knows_what_chooses_what_it_saves() -> None:
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        found.extend(torch_internals.saves_by(inner) for inner in (gm, *gm.children()))
+        return gm
+
+    choice = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+
+    def step(x: torch.Tensor) -> Any:
+        return checkpoint(torch.sin, x, use_reentrant=False, context_fn=choice)
+
+    torch.compile(step, backend=backend)(torch.ones(2, requires_grad=True))
+    assert found[0] is None and found[1].func is create_selective_checkpoint_contexts
 
 
 def test_a_trace_that_goes_on_serves_a_graph_inside_a_backend() -> None:

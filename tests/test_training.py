@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,75 @@ def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
     for distance, graphs in two.run(changing_shapes, zero):
         assert distance.worst <= TOLERANCE, distance
         assert graphs <= 9
+
+
+class Transformed(Net):
+    """Weighs each row by itself, and takes a gradient on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.vmap(lambda row: torch.softmax(row, 0))(x)
+        return super().forward(x * weights + torch.func.grad(lambda y: y.pow(3).sum())(x))
+
+
+class Mapped(Net):
+    """Its layers see a row at a time first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x).mean() + super().forward(x)
+
+
+class Inferred(nn.Module):
+    """Looks at what it will train in inference mode first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 512, bias=False), nn.Linear(512, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            mean = self.body(x).mean()
+        return (self.head(self.body(x)) - mean.clone()).pow(2).mean()
+
+
+class Budgeted(nn.Module):
+    """Says how much the activations of its blocks may take; in eager mode there is nothing to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(9))
+
+    def _loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return self._loss(x)
+        with torch.autograd.graph.region_activation_memory_budget(0.5):
+            return self._loss(x)
+
+
+def gradients_of(build: Callable[[], nn.Module], zero: int) -> Distance:
+    model, plain, compiled = compiled_pair(config(zero), build)
+    distance = Distance()
+    for x in inputs_of(2):
+        backward_beside(compiled, plain, x)
+        see_gradients(distance, model, plain)
+        for m in (model, plain):
+            m.zero_grad()
+    return distance
+
+
+needs_budgets = pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="new in torch 2.13")
+
+
+@pytest.mark.parametrize(
+    ("build", "zero"), [(Transformed, 3), (Mapped, 0), (Inferred, 3), pytest.param(Budgeted, 3, marks=needs_budgets)]
+)
+def test_modes_that_forward_enters(two: Cluster, build: Callable[[], nn.Module], zero: int) -> None:
+    for distance in two.run(gradients_of, build, zero):
+        assert distance.worst <= TOLERANCE, distance
 
 
 # --- meshes

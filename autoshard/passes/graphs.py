@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ REDUCE_SPARSE = torch.ops.autoshard.reduce_sparse.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
+TRANSFORMS = ("vmap", "grad", "jvp")
 
 WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is written to
 _TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
@@ -55,11 +57,30 @@ def callee(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def entered(node: Node, *modes: str) -> int:
+    """1 of a call of Dynamo's that enters one of these modes ("autocast", "vmap"), -1 of one that leaves one, else 0."""
+    name = callee(node)
+    enters = any(name in (f"_enter_{mode}", f"_{mode}_increment_nesting") for mode in modes)
+    leaves = any(name in (f"_exit_{mode}", f"_{mode}_decrement_nesting") for mode in modes)
+    return enters - leaves
+
+
+def in_transforms(gm: GraphModule) -> set[Node]:
+    """What a graph of Dynamo's does in transforms of functions (torch.vmap, torch.func.grad)."""
+    depth, found = 0, set[Node]()
+    for node in gm.graph.nodes:
+        depth += entered(node, *TRANSFORMS)
+        if depth:
+            found.add(node)
+    return found
+
+
 def written(gm: GraphModule) -> Callable[[Node], bool]:
-    """Of a graph of Dynamo's: whether something in it writes in place to what a node gives, or to what shares its memory
-    (`.data` does, whose version is its own)."""
-    values = {n: n.meta.get("example_value") for n in gm.graph.nodes}
-    storages = {n: torch_internals.storage_of(v) for n, v in values.items() if isinstance(v, Tensor) and v.layout == torch.strided}
+    """Of a graph of Dynamo's: whether something in it, or in a graph inside of it, writes in place to what a node gives, or to what
+    shares its memory (`.data` does, whose version is its own)."""
+    given = ((n, n.meta.get("example_value")) for graph in (*nested(gm), gm) for n in graph.graph.nodes)
+    values = {n: torch_internals.unwrapped(v) for n, v in given if isinstance(v, Tensor)}
+    storages = {n: torch_internals.storage_of(v) for n, v in values.items() if v.layout == torch.strided}
     written_to = {storage for n, storage in storages.items() if values[n]._version > 0}
     return lambda node: storages.get(node) in written_to
 
@@ -111,6 +132,18 @@ def region(gm: GraphModule, call: Node) -> GraphModule:
     where = call.args[0]
     assert isinstance(where, Node)
     return body(gm, where.target)
+
+
+def graph_named(gm: GraphModule, node: Node) -> GraphModule | None:
+    """The graph that a get_attr node names, if it names one."""
+    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, GraphModule) else None
+
+
+def nested(gm: GraphModule) -> list[GraphModule]:
+    """The graphs that this one's nodes name, and all inside of those; each once, and behind what is inside of it."""
+    found = (graph_named(gm, node) for node in gm.graph.find_nodes(op="get_attr"))
+    return list(dict.fromkeys(graph for inner in found if inner is not None for graph in (*nested(inner), inner)))
 
 
 def positions(graph: Graph) -> dict[Node, int]:
@@ -257,12 +290,13 @@ def block_of(node: Node) -> str | None:
 def inline_body(gm: GraphModule, call: Node, body: GraphModule, given: Sequence[Node]) -> None:
     """Puts the operations of a graph that is called in front of the call, which goes. They belong to the call's module,
     where those of the body belong to the one that it was traced for."""
-    names = _adopt(gm, body, call.name)
+    stack = call.meta.get("nn_module_stack", {})
+    names = _adopt(gm, body, call.name, stack)
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), given))
     with gm.graph.inserting_before(call):
         results: Any = gm.graph.graph_copy(body.graph, copies)
     for copied in set(copies.values()) - set(given):
-        copied.meta["nn_module_stack"] = call.meta.get("nn_module_stack", {})
+        copied.meta["nn_module_stack"] = stack
         if copied.op in ("get_attr", "call_module"):
             copied.target = names[str(copied.target)]
     for item in call.users:  # two calls' results are not the same memory
@@ -270,13 +304,26 @@ def inline_body(gm: GraphModule, call: Node, body: GraphModule, given: Sequence[
     _take_items(gm, call, results)
 
 
-def _adopt(gm: GraphModule, body: GraphModule, prefix: str) -> dict[str, str]:
-    """What the body has by name, made the graph's own; the new names by the old."""
+def _adopt(gm: GraphModule, body: GraphModule, prefix: str, stack: Any) -> dict[str, str]:
+    """What the body has by name, made the graph's own; the new names by the old. stack: the modules that graphs among it belong to."""
     names = {}
     for name, value in (*body.named_children(), *body.named_parameters(recurse=False), *body.named_buffers(recurse=False)):
         names[name] = f"{prefix}_{name}"
-        setattr(gm, names[name], value)
+        setattr(gm, names[name], _copied(value, stack) if isinstance(value, GraphModule) else value)
     return names
+
+
+def _copied(gm: GraphModule, stack: Any) -> GraphModule:
+    """A graph for one call alone, since passes change it, and so all graphs inside of it."""
+    made = GraphModule(gm, copy.deepcopy(gm.graph))
+    made.meta.update(gm.meta)
+    for node in made.graph.nodes:
+        if node.op != "output":
+            node.meta["nn_module_stack"] = stack
+    for name, inner in list(made.named_children()):
+        if isinstance(inner, GraphModule):
+            setattr(made, name, _copied(inner, stack))
+    return made
 
 
 def described(value: Any) -> str:

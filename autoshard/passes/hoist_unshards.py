@@ -32,12 +32,12 @@ class HoistUnshards:
 
 
 def hoist_unshards(gm: GraphModule) -> None:
-    """Done to a graph in place."""
-    for call in gm.graph.find_nodes(op="call_function", target=REGION):
-        body = graphs.region(gm, call)
-        hoist_unshards(body)  # a region inside a region gives to the outer one first
-        _hoist(gm, call, body)
-        body.recompile()
+    """Done to a graph in place. A region inside a region gives to the outer one first."""
+    for graph in (*graphs.nested(gm), gm):
+        for call in graph.graph.find_nodes(op="call_function", target=REGION):
+            body = graphs.region(graph, call)
+            _hoist(graph, call, body)
+            body.recompile()
 
 
 def _hoist(gm: GraphModule, call: Node, body: GraphModule) -> None:

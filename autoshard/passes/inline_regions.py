@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
@@ -33,14 +33,18 @@ class InlineRegions:
 
 
 def inline_regions(gm: GraphModule) -> None:
-    """Puts the operations of every region, and of the regions in it, in front of its calls, which go."""
-    calls = gm.graph.find_nodes(op="call_function", target=REGION)
-    bodies = [graphs.region(gm, call) for call in calls]
-    for body in {id(b): b for b in bodies}.values():
-        inline_regions(body)
-    for call, body in zip(calls, bodies):
-        where: Any = call.args[0]
-        graphs.inline_body(gm, call, body, call.args[2:])  # type: ignore[arg-type]
-        gm.graph.erase_node(where)
-    if calls:
-        gm.delete_all_unused_submodules()  # one that is called once torch inlines itself, and leaves it behind
+    """Puts the operations of every region in front of its calls, which go; in the graphs inside of this one too."""
+    for graph in (*graphs.nested(gm), gm):
+        named = [_inline(graph, call) for call in graph.graph.find_nodes(op="call_function", target=REGION)]
+        for name in dict.fromkeys(named):
+            delattr(graph, name)
+        if named:
+            graph.recompile()
+
+
+def _inline(gm: GraphModule, call: Node) -> str:
+    """The name under which the graph had the region, which nobody calls by it now."""
+    where: Any = call.args[0]
+    graphs.inline_body(gm, call, graphs.region(gm, call), call.args[2:])  # type: ignore[arg-type]
+    gm.graph.erase_node(where)
+    return str(where.target)

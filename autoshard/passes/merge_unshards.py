@@ -27,13 +27,15 @@ class MergeUnshards:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         first: dict[tuple[object, ...], Node] = {}
         grad_enabled: object = torch.is_grad_enabled()  # as it is where the graph begins
+        inference = 0
         for node in list(gm.graph.nodes):
+            inference += graphs.entered(node, "inference_mode")
             if node.target is torch_internals.SET_GRAD_ENABLED:
                 grad_enabled = node.args[0]
             elif graphs.is_call(node, graphs.UNSHARD):
                 source = node.args[0]
                 detached = isinstance(source, Node) and source.target == "detach"
-                _merge(gm, node, first, (node.args[3], grad_enabled, detached))
+                _merge(gm, node, first, (node.args[3], grad_enabled, inference, detached))
             elif graphs.is_call(node, graphs.ADD_HELD):
                 _merge(gm, node, first, ("held", node.args[0]))
             elif graphs.is_call(node, graphs.LOW_RANK):
@@ -46,8 +48,8 @@ def _merge(
 ) -> None:
     """The first call with this key stands for all of them.
 
-    Uses under no_grad have another key than those with gradients, since the first one's mode holds for the
-    node; so have uses whose gradient is held. What was held is added once, however often a parameter is used.
+    Uses under no_grad, or in inference mode, have another key than those with gradients, since the first one's mode holds for
+    the node; so have uses whose gradient is held. What was held is added once, however often a parameter is used.
     """
     kept = first.setdefault(key, node)
     if kept is not node:

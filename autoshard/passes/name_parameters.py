@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from autoshard import torch_internals
 from autoshard.errors import PassError, UnsupportedError
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
@@ -42,11 +43,11 @@ class NameParameters:
 
 
 def _refuse_nested(gm: GraphModule) -> None:
-    for name, inner in gm.named_children():
-        if isinstance(inner, GraphModule) and graphs.calls(inner, graphs.UNSHARD):
+    for inner in graphs.nested(gm):
+        for node in graphs.calls(inner, graphs.UNSHARD)[:1]:
             raise UnsupportedError(
-                f"a region of its own ({name}) uses sharded parameters: of higher-order operators only "
-                "torch.utils.checkpoint is supported yet, with the pass hoist_unshards"
+                f"a region of its own uses parameters of {torch_internals.module_path(node) or 'the model'!r}: of higher-order "
+                "operators only torch.utils.checkpoint is supported yet, with the pass hoist_unshards"
             )
 
 

@@ -12,22 +12,30 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from autoshard import torch_internals
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
 PREFIX = "block_"
 POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the blocks that it is
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
+MODES = ("autocast", "inference_mode", "dual_level", *graphs.TRANSFORMS)  # that a graph enters and leaves
+# What transforms of functions call besides; nothing outside of them depends on it:
+_HARMLESS = (
+    "lazy_load_decompositions", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "set_inplace_requires_grad_allowed"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ class Run:
         with self.gm.graph.inserting_before(self.nodes[0]):
             call = self.gm.graph.call_module(name, self.inputs)
             call.meta["example_value"] = tuple(_value(n) for n in outputs)
-            call.meta["nn_module_stack"] = self.nodes[0].meta.get("nn_module_stack", {})
+            call.meta.update({key: self.nodes[0].meta[key] for key in ("nn_module_stack", "custom") if key in self.nodes[0].meta})
             items = [self.gm.graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
         for node, item in zip(outputs, items):
             item.meta.update(node.meta)
@@ -155,20 +163,26 @@ def _text(gm: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], output
 
 
 def _target(gm: GraphModule, node: Node) -> str:
-    """What a node calls; for a region (of activation checkpointing), what is in it."""
-    region = _region(gm, node)
-    if region is not None:
-        *inside, output = region.graph.nodes
-        inputs = [n for n in inside if n.op == "placeholder"]
-        return _text(region, inputs, [n for n in inside if n not in inputs], output.all_input_nodes)
-    target = node.target
-    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+    """What a node calls; for a region (of activation checkpointing), what is in it, and what chooses what it saves."""
+    region = graphs.graph_named(gm, node)
+    if region is None:
+        return _name(node.target)
+    *inside, output = region.graph.nodes
+    inputs = [n for n in inside if n.op == "placeholder"]
+    text = _text(region, inputs, [n for n in inside if n not in inputs], output.all_input_nodes)
+    return f"{_name(torch_internals.saves_by(region))} {text}"
 
 
-def _region(gm: GraphModule, node: Node) -> GraphModule | None:
-    """The graph that a get_attr node names, if it names one."""
-    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-    return found if isinstance(found, GraphModule) else None
+def _name(called: Any) -> str:
+    """What tells a function or a method from others: its module and name; where these lead to another, or to none (as those of all
+    functions that one function makes), itself too."""
+    if isinstance(called, partial):
+        return f"{_name(called.func)} {called.args} {called.keywords}"
+    if called is None or isinstance(called, str):
+        return str(called)
+    module, name = getattr(called, "__module__", ""), getattr(called, "__name__", called)
+    found = getattr(sys.modules.get(module), str(name), None)
+    return f"{module}.{name} {id(called)}" if isinstance(called, FunctionType) and found is not called else f"{module}.{name}"
 
 
 def _can_be_given(node: Node) -> bool:
@@ -179,15 +193,24 @@ def _can_be_given(node: Node) -> bool:
 
 
 def _in_another_mode(gm: GraphModule) -> set[Node]:
-    """What runs under an autocast that the graph enters, or with gradients switched: a block's own trace would not know."""
-    found, entered, gradients = set(), 0, torch.is_grad_enabled()
+    """What runs in a mode that the graph enters, with gradients switched, or behind a call that may switch anything else, such as which
+    kernels attention takes: a block's own trace would not know."""
+    found, entered, gradients, unknown = set(), 0, torch.is_grad_enabled(), False
     for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        entered += (name == "_enter_autocast") - (name == "_exit_autocast")
-        gradients = node.args[0] if name == "_set_grad_enabled" else gradients
-        if entered or gradients is not torch.is_grad_enabled():
+        if node.target is torch_internals.SET_GRAD_ENABLED:
+            gradients = node.args[0]
+        elif node.op == "call_function" and _value(node) is None:
+            change = graphs.entered(node, *MODES)
+            entered += change
+            unknown = unknown or not (change or _is_harmless(node))
+        if entered or unknown or gradients is not torch.is_grad_enabled():
             found.add(node)
     return found
+
+
+def _is_harmless(node: Node) -> bool:
+    """Whether a call that gives nothing switches no mode. A write has what it writes to, and a check what it checks."""
+    return graphs.callee(node) in _HARMLESS or any(_value(source) is not None for source in node.all_input_nodes)
 
 
 def _sets_mode(node: Node) -> bool:
@@ -255,11 +278,11 @@ def _unshards(gm: GraphModule) -> set[Node]:
 
 def _block(gm: GraphModule, node: Node) -> str | None:
     """The block that a node belongs to; a region belongs to that of its last operation."""
-    region = _region(gm, node)
+    region = graphs.graph_named(gm, node)
     if region is not None:
         inside = [n for n in region.graph.nodes if n.op.startswith("call_")]
         return _block(region, inside[-1]) if inside else None
-    called = [a for a in node.all_input_nodes if _region(gm, a) is not None]
+    called = [a for a in node.all_input_nodes if graphs.graph_named(gm, a) is not None]
     if called:
         return _block(gm, called[0])
     return graphs.block_of(node)

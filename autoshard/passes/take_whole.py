@@ -23,7 +23,7 @@ from autoshard.torch_internals import Tracing, gradient_places, input_position
 
 COPY = torch.ops.aten.clone.default
 WHOLE = "autoshard_whole"  # in the meta of an input that is to be whole: its value, and what `unshard` takes besides rows
-_KEPT = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag")
+_KEPT = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "custom")
 
 
 @dataclass(frozen=True)
