@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import weakref
 from typing import Any
@@ -238,6 +239,32 @@ def continue_training(name: str, zero: int) -> Distance:
 def test_optimizer_state_is_carried_over(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(continue_training, name, zero):
         assert distance.worst <= TOLERANCE, distance
+
+
+def beside_one_that_nobody_holds(frozen: bool) -> tuple[dict[str, str], set[str]]:
+    """(how optimizers stepped, what one has that was made before the first call); on rank 0 another one lies about, in a cycle.
+    frozen: all this by gc.freeze()."""
+    model, _, compiled = compiled_pair(config(3))
+    optimizer = optim.AdamW(model.parameters(), foreach=True)
+    gc.disable()
+    try:
+        if dist.get_rank() == 0:
+            other: Any = optim.SGD(model.parameters())
+            other.itself = other
+            del other
+        if frozen:
+            gc.freeze()
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    optimizer.step()
+    return dict(autoshard.report(model).steps), {type(p).__name__ for p in optimizer.param_groups[0]["params"]}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_frozen_is_found_and_what_nobody_holds_is_not(two: Cluster, frozen: bool) -> None:
+    assert two.run(beside_one_that_nobody_holds, frozen) == [({"AdamW": "on rows, by torch"}, {"DTensor"})] * 2
 
 
 # --- what is refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from autoshard.errors import UnsupportedError
-from autoshard.heap import alive
+from autoshard.heap import alive, thawed
 from autoshard.kernels.multi_tensor import HALVES
 from autoshard.runtime import fused_step
 from autoshard.runtime.buffers import take_rank_0_s
@@ -27,9 +28,16 @@ _NOT_ON_DTENSORS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAda
 
 def holding(names: dict[int, str]) -> list[Optimizer]:
     """All optimizers in this process that hold one of these parameters (names by id), in an order that does not
-    depend on the garbage collector: processes are compared by it."""
-    ours = [o for o in alive(Optimizer) if any(id(p) in names for g in o.param_groups for p in g["params"])]
-    return sorted(ours, key=lambda o: json.dumps(describe(o, names)))
+    depend on the garbage collector, as those do not that are found: processes are compared by them. Where there are none it need
+    not collect, which takes a while."""
+    with thawed():
+        if _holding(names):
+            gc.collect()
+        return sorted(_holding(names), key=lambda o: json.dumps(describe(o, names)))
+
+
+def _holding(names: dict[int, str]) -> list[Optimizer]:
+    return [o for o in alive(Optimizer) if any(id(p) in names for g in o.param_groups for p in g["params"])]
 
 
 def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
