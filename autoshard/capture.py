@@ -142,7 +142,7 @@ def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) 
     parameters, buffers = names_of(shadow), {id(b): name for name, b in shadow.named_buffers()}
     inputs = captured.inputs
     inline_regions(captured.graph)
-    hoist_unshards(captured.graph)  # who looks for what uses parameters looks there
+    hoist_unshards(captured.graph)  # where everybody looks for them
     places = captured.graph.graph.find_nodes(op="placeholder")
     shown = {id(each.tensor) for each in opened}
     return Capture(

@@ -734,7 +734,7 @@ def random_call(node: torch.fx.Node) -> RandomCall | None:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What transforms of functions (torch.vmap, torch.func.grad) work on, of a tensor inside of them; any other, itself. Seen: 2.11, 2.13."""
+    """What transforms of functions (torch.vmap, torch.func.grad) work on, of a tensor in them; any other, itself. Seen: 2.11, 2.13."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)

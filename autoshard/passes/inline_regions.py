@@ -35,16 +35,22 @@ class InlineRegions:
 def inline_regions(gm: GraphModule) -> None:
     """Puts the operations of every region in front of its calls, which go; in the graphs inside of this one too."""
     for graph in (*graphs.nested(gm), gm):
-        named = [_inline(graph, call) for call in graph.graph.find_nodes(op="call_function", target=REGION)]
-        for name in dict.fromkeys(named):
+        calls = graph.graph.find_nodes(op="call_function", target=REGION)
+        for call in calls:
+            _inline(graph, call)
+        for name in _left_behind(graph):
             delattr(graph, name)
-        if named:
+        if calls:
             graph.recompile()
 
 
-def _inline(gm: GraphModule, call: Node) -> str:
-    """The name under which the graph had the region, which nobody calls by it now."""
+def _inline(gm: GraphModule, call: Node) -> None:
     where: Any = call.args[0]
     graphs.inline_body(gm, call, graphs.region(gm, call), call.args[2:])  # type: ignore[arg-type]
     gm.graph.erase_node(where)
-    return str(where.target)
+
+
+def _left_behind(gm: GraphModule) -> list[str]:
+    """The graphs that no node names: regions that were inlined, here or, those that are called once, by torch."""
+    named = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    return [name for name, inner in gm.named_children() if isinstance(inner, GraphModule) and name not in named]

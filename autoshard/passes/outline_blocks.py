@@ -4,8 +4,8 @@
 operations, constants and the shapes, strides and dtypes of all values are the same; which parameters they take does not
 matter. Alike blocks of which the plan saves different things are different graphs. Unshards stay outside, where
 communication is planned. What cannot be told apart from its surroundings (foreign operations between a block's own, numbers
-that are neither constants nor sizes) stays as it is. Where blocks are outlined, what is before, between and after them
-becomes graphs of its own too, if it uses parameters: an embedding, a head with its loss.
+that are neither constants nor sizes, a mode that was switched around it) stays as it is. Where blocks are outlined, what is
+before, between and after them becomes graphs of its own too, if it uses parameters: an embedding, a head with its loss.
 """
 
 from __future__ import annotations
