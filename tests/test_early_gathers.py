@@ -34,7 +34,6 @@ from tests.small import (
     in_full,
     inputs_of,
     step_each,
-    what_is_said,
 )
 
 TWO = Machines(2, 1, DEVICES["cpu"])
@@ -189,26 +188,6 @@ def beside_a_copy() -> list[float]:
 def test_a_copy_of_the_model_has_its_own(two: Cluster) -> None:
     for distances in two.run(beside_a_copy):
         assert max(distances) <= TOLERANCE
-
-
-def one_steps_alone() -> str:
-    """One process takes a step that the other leaves out."""
-
-    def train() -> None:
-        model, _, compiled = compiled_pair(config(3, **EARLY))
-        optimizer = sgd(model.parameters())
-        for step, x in enumerate(inputs_of(4)[:, dist.get_rank()]):
-            compiled(x).backward()
-            if step != 1 or dist.get_rank() == 0:
-                optimizer.step()
-
-    return what_is_said(train)
-
-
-def test_a_step_of_one_process_is_named(two: Cluster) -> None:
-    """It has sent its rows by then, which nobody mixes with others."""
-    for said in two.run(one_steps_alone):
-        assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call") and "no step since the one before" in said, said
 
 
 RECIPE = Recipe(nn.Module(), GATHER_DIRECT, 2, "some")  # type: ignore[arg-type]

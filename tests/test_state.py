@@ -273,7 +273,7 @@ def test_precision_is_for_real_numbers(two: Cluster, zero: int) -> None:
 
 def load_rows_of_rank_0(folder: str, what: str) -> str:
     """What loops do that were written for DDP: rank 0 saves its state dicts, everyone loads them."""
-    _, _, compiled = compiled_pair(config(3))
+    _, _, compiled = compiled_pair(config(3, timeout=4))
     optimizer = optim.AdamW(compiled.parameters(), lr=0.01)
     train(compiled, optimizer, 1)
     if dist.get_rank() == 0:

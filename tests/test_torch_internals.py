@@ -21,9 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autoshard import torch_internals
+from autoshard.runtime import processes
+from autoshard.runtime.presence import Patience
 from tests.cluster import Cluster as Processes
 from tests.launch import launch
-from tests.small import compiled_pair, config, in_full
+from tests.small import compiled_pair, config, in_full, what_is_said
 
 
 def test_through_dynamo_leaves_a_backend_unwrapped() -> None:
@@ -545,12 +547,15 @@ def test_gloo_in_turn_bears_collectives_that_run_at_once(two: Processes) -> None
     assert two.run(_many_at_once) == ["gloo_in_turn"] * 2
 
 
-def _transports() -> list[str]:
-    return [torch_internals.transport_of(kind) for kind in ("cpu", "cuda")]
+def _transports() -> tuple[list[str], str]:
+    join = functools.partial(processes.join, torch.device("cuda"), Patience(5.0, None, print))
+    return [torch_internals.transport_of(kind) for kind in ("cpu", "cuda")], what_is_said(join)
 
 
 def test_what_carries_the_tensors_of_a_device_is_known(two: Processes) -> None:
-    assert two.run(_transports) == [["gloo", ""]] * 2
+    """gloo carries those of GPUs too, which no plan is made for."""
+    for found, said in two.run(_transports):
+        assert found == ["gloo", "gloo"] and said.startswith("UnsupportedError: process group: tensors on GPUs go by gloo"), said
 
 
 def _groups(mesh: dict[str, int] | None, folder: Path) -> tuple[set[str], set[float]]:
