@@ -205,6 +205,10 @@ class Config:
         compute = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
         return compute, torch.float32
 
+    def dtypes_on(self, processes: int) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """The same on so many processes: one trains as its model is."""
+        return self.dtypes() if processes > 1 else (None, None)
+
     @staticmethod
     def from_options(options: dict[str, Any]) -> Config:
         """A Config from keyword options; an unknown name is an error with the nearest legal one."""

@@ -379,8 +379,8 @@ def _refuse_ddp_around(model: nn.Module) -> None:
 
 
 def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequence[Any]) -> None:
-    """names: of the parameters that the model has now, by id. A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
-    rows would be taken for them, trained or not."""
+    """A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
+    rows would be taken for them, trained or not. names: of the parameters that the model has now, by id."""
     for x in inputs:
         if not isinstance(x, nn.Parameter) or id(x) in state.ids:
             continue

@@ -64,8 +64,7 @@ def forecaster(
     model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None, open: bool = False
 ) -> Forecaster:
     """What forecasts plans of `model` on a cluster; arguments as of `plan`, open as of `capture`."""
-    compute = config.dtypes()[0] if cluster.world > 1 else None  # one process trains as it is
-    captured = capture(model, example_inputs, compute, open)
+    captured = capture(model, example_inputs, config.dtypes_on(cluster.world)[0], open)
     make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.owner import compiled_modules
+from autoshard.runtime import fused_step
 from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
 from autoshard.runtime.state import state_of
@@ -35,7 +36,7 @@ def watch(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    stepped = set(map(id, fused_step.stepped_by(optimizer)))
     for module, backend in list(compiled_modules()):
         if not is_ours(backend) or state_of(module) is not None:
             continue

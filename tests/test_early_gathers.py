@@ -25,16 +25,7 @@ from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure, sgd, whole
-from tests.small import (
-    TOLERANCE,
-    Net,
-    backward_beside,
-    compiled_pair,
-    config,
-    in_full,
-    inputs_of,
-    step_each,
-)
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 
 TWO = Machines(2, 1, DEVICES["cpu"])
 EARLY = {"early_gathers": True}

@@ -106,15 +106,19 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
     """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire."""
     fitting, whole = list[int](), list[int]()  # all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
+
+    def fits(stage: int) -> bool:
+        return where.budget is None or plans[stage].predicted.footprint <= where.budget
+
     for stage in sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint)):
         if whole[1:] or (whole and wire[stage] > HARDLY * wire[whole[0]]):
             break
         plans[stage] = look(plans[stage], where.budget)
-        if where.budget is None or plans[stage].predicted.footprint <= where.budget:
+        if fits(stage):
             whole.append(stage)
-        else:
+        elif where.budget is not None:
             plans[stage] = _fitted(plans[stage], where.budget, fit)
-        if where.budget is None or plans[stage].predicted.footprint <= where.budget:
+        if fits(stage):
             fitting.append(stage)
     if not fitting:
         _check_budget(plans, config, where)
@@ -207,7 +211,7 @@ def _at_stage(
         )
         for name, members, cut in grouped
     )
-    compute, reduce = config.dtypes() if where.cluster.world > 1 else (None, None)
+    compute, reduce = config.dtypes_on(where.cluster.world)
     plan = Plan(
         world=where.cluster.world,
         axes=axes,

@@ -92,7 +92,7 @@ def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[
 
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    stepped = fused_step.stepped_by(optimizer)
     for state in states:
         state.check_step(optimizer, stepped)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
