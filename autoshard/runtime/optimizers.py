@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,9 +32,10 @@ def holding(names: dict[int, str]) -> list[Optimizer]:
     depend on the garbage collector, as those do not that are found: processes are compared by them. Where there are none it need
     not collect, which takes a while."""
     with thawed():
-        if _holding(names):
+        if found := [weakref.ref(optimizer) for optimizer in _holding(names)]:
             gc.collect()
-        return sorted(_holding(names), key=lambda o: json.dumps(describe(o, names)))
+    there = [optimizer for one in found if (optimizer := one()) is not None]
+    return sorted(there, key=lambda o: json.dumps(describe(o, names)))
 
 
 def _holding(names: dict[int, str]) -> list[Optimizer]:
