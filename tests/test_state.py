@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import autoshard
+from autoshard.runtime.dtensors import local
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
 from tests.small import (
@@ -133,6 +134,26 @@ def whole_state() -> tuple[list[str], bool]:
 
 def test_the_whole_state_is_on_rank_0_under_original_names(two: Cluster) -> None:
     assert two.run(whole_state) == [(NAMES, True), ([], True)]
+
+
+def kept_by(rank: int | None) -> list[int]:
+    """How many tensors this process has of a model and of its optimizer, those of the model as they were and of nobody else."""
+    model, plain, compiled = compiled_pair(config(3, replicate_below=20))
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    train(compiled, optimizer, 1)
+    plain_optimizer = optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, plain_optimizer, 1)
+    keep = None if rank is None else dist.get_rank() == rank
+    found, state = autoshard.state_dict(model, keep), autoshard.state_dict(optimizer, keep)
+    torch.testing.assert_close(found, dict(plain.state_dict()) if found else {})
+    tensors = [t for t in tree_leaves((found, state)) if isinstance(t, Tensor)]
+    return [len(found), len(tensors), len({t.data_ptr() for t in tensors} - {p.data_ptr() for p in map(local, model.parameters())})]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_the_whole_state_is_where_it_is_to_be_kept(two: Cluster, rank: int | None) -> None:
+    expected = [[4, 16, 16], [0, 0, 0]]
+    assert two.run(kept_by, rank) == (expected[::-1] if rank else expected)
 
 
 def kept_while_training(zero: int) -> list[bool]:

@@ -7,11 +7,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive, thawed
@@ -20,7 +18,6 @@ from autoshard.runtime import fused_step
 from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
-from autoshard.runtime.shard import full_value
 
 # Seen on torch 2.11 and 2.13: Adafactor, Rprop and Adagrad raise inside DTensor, Muon skips DTensors without a word.
 _NOT_ON_DTENSORS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
@@ -121,21 +118,6 @@ def scatter_loaded(optimizer: Optimizer) -> None:
                     state[key] = distribute_tensor(
                         value, parameter.device_mesh, parameter.placements, src_data_rank=None
                     )
-
-
-def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict with whole tensors, on the CPU of rank 0; empty elsewhere. One parameter at a time is
-    whole on every device. A collective."""
-    keeps = not dist.is_initialized() or dist.get_rank() == 0
-
-    def whole(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value if keeps else None
-        full = full_value(value) if isinstance(value, DTensor) else value
-        return full.detach().to("cpu", copy=True) if keeps else None
-
-    state = tree_map(whole, optimizer.state_dict())
-    return state if keeps else {}
 
 
 def _like_parameter(key: str, value: Any, parameter: Tensor) -> bool:
