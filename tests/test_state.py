@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,42 @@ def load_whole(zero: int, early: bool, prefixed: bool) -> Distance:
 def test_a_whole_checkpoint_loads(two: Cluster, zero: int, early: bool, prefixed: bool) -> None:
     for distance in two.run(load_whole, zero, early, prefixed):
         assert distance.worst <= TOLERANCE, distance
+
+
+def rows_at_loading(early: bool, kind: str) -> tuple[Distance, int, bool]:
+    """(distance after more steps, tensors of the loaded state that are still there before them, whether rows keep no more than
+    rows). early: the optimizer is there at the first call, else it has stepped when it loads."""
+    made = {"torch": optim.AdamW, "ours": autoshard.optim.AdamW, "by torch": lambda ps, lr: optim.AdamW(ps, lr, foreach=True)}[kind]
+    model, plain, compiled = compiled_pair(config(3))
+    optimizer = made(model.parameters(), lr=0.01) if early else None
+    compiled(batch()).backward()
+    optimizer = optimizer or made(model.parameters(), lr=0.01)
+    if not early:
+        optimizer.step()
+        model.load_state_dict(plain.state_dict())
+    optimizer.zero_grad()
+    reference = optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, reference, 3)
+    model.load_state_dict(plain.state_dict())
+    loaded: Any = copy.deepcopy(reference.state_dict())
+    refs = [weakref.ref(t) for t in tree_leaves(loaded) if isinstance(t, Tensor) and t.ndim]
+    optimizer.load_state_dict(loaded)
+    del loaded
+    gc.collect()
+    rows = [local(v) for state in optimizer.state.values() for v in state.values() if v.ndim]
+    kept, small = sum(ref() is not None for ref in refs), all(r.untyped_storage().nbytes() == r.nbytes for r in rows)
+    for m, o in ((compiled, optimizer), (plain, reference)):
+        train(m, o, 2)
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance, kept, small and len(refs) == len(rows) == 8
+
+
+@pytest.mark.parametrize(("early", "kind"), [(True, "torch"), (False, "ours"), in_full(False, "torch"), in_full(True, "by torch")])
+def test_whole_state_of_an_optimizer_is_rows_when_it_is_loaded(two: Cluster, early: bool, kind: str) -> None:
+    for distance, kept, small in two.run(rows_at_loading, early, kind):
+        assert distance.worst <= TOLERANCE, distance
+        assert kept == 0 and small
 
 
 def whole_state() -> tuple[list[str], bool]:

@@ -19,7 +19,7 @@ from autoshard import torch_internals
 from autoshard.errors import DivergenceError
 from autoshard.runtime import beside, fused_step, local_step, scaler
 from autoshard.runtime.lost_peers import naming_lost_peers
-from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
+from autoshard.runtime.optimizers import check_steps_on_shards, load_rows, scatter_loaded, stands_still
 from autoshard.runtime.state import ModelState, any_early, any_live, stepped_by
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,6 +45,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if sharded:
         check_steps_on_shards(optimizer, closure is not None)
         scatter_loaded(optimizer)
+        load_rows(optimizer)
     if not callable(closure):
         _check_gradients(optimizer, states)
     how, taken = _step(optimizer, closure is not None, sharded, any(state.fuses for state in states))
