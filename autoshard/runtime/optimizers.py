@@ -146,7 +146,7 @@ def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
     return state
 
 
-def _rows_of(value: Tensor, parameter: DTensor) -> DTensor:
+def _rows_of(value: Tensor, parameter: DTensor) -> Tensor:
     made = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     rows = made.to_local()
     return made.clone() if rows.untyped_storage().nbytes() > rows.nbytes else made  # a view would keep the whole
