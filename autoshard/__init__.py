@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
@@ -22,12 +22,11 @@ from autoshard.optim import fuse
 from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
 from autoshard.report import Report
-from autoshard.runtime import optimizers as _optimizers
 from autoshard.runtime import state as _state
 from autoshard.runtime.accumulation import Accumulation
-from autoshard.runtime.dtensors import local
+from autoshard.runtime.whole import in_whole
 from autoshard.sweep import Sweep, Swept, sweep
-from autoshard.torch_internals import original_of, storage_of
+from autoshard.torch_internals import original_of
 from autoshard.version import __version__
 
 __all__ = [
@@ -89,37 +88,21 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def state_dict(of: nn.Module | Optimizer) -> dict[str, Any]:
-    """The whole of a model, under its original names, or of an optimizer, as torch.optim would give it: on rank 0, on
-    the CPU, apart from what training goes on with; empty on other processes. A collective: DisagreementError if a process does
-    not come.
+def state_dict(of: nn.Module | Optimizer, keep: bool | None = None) -> dict[str, Any]:
+    """The whole of a model, under its original names, or of an optimizer, as torch.optim would give it, on the CPU, apart from
+    what training goes on with: on rank 0, or on each process that says to `keep` it; empty on others. A collective, which all
+    processes enter: DisagreementError if one does not come.
 
     For sharded checkpoints use torch.distributed.checkpoint and its `get_state_dict` on the module itself
     (`model._orig_mod` of a compiled one, whose names torch prefixes).
     """
     for state in _state.stepped_by(of) if isinstance(of, Optimizer) else _state.states_in(of):
         state.come("autoshard.state_dict")
+    keeps = (not dist.is_initialized() or dist.get_rank() == 0) if keep is None else keep
     if isinstance(of, Optimizer):
-        return _optimizers.whole_state(of)
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return _apart(get_model_state_dict(original_of(of), options=whole), original_of(of))
-
-
-def _apart(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The values, copies of those that training goes on with; what is tied stays so."""
-    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
-    live = {storage_of(t) for t in tensors if t.layout == torch.strided}
-    copies: dict[Any, Tensor] = {}
-
-    def own(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.layout != torch.strided or storage_of(value) not in live:
-            return value
-        place = storage_of(value), value.storage_offset(), value.shape, value.stride()
-        if place not in copies:
-            copies[place] = value.clone()
-        return copies[place]
-
-    return {key: own(value) for key, value in values.items()}
+        return in_whole(of.state_dict(), keeps)
+    lenient = StateDictOptions(strict=False)  # or torch refuses a model that has nothing
+    return in_whole(get_model_state_dict(original_of(of), options=lenient), keeps)
 
 
 @contextmanager

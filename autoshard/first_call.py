@@ -292,6 +292,8 @@ class FirstCall:
                 state.replicas = Replicas(meetings.of("steps"), _arithmetic(device_of(self.model)))
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
+                for optimizer in self.optimizers:
+                    optimizers.load_rows(optimizer)
         except Exception as error:
             final = ShardingError(
                 f"sharding {type(members_of(self.model)[0]).__name__} failed half way ({type(error).__name__}: {error}); "

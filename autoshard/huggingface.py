@@ -3,8 +3,8 @@
     from autoshard.huggingface import Trainer                        trainer = Trainer(model, args, ...)
     from autoshard.huggingface import Accelerator                    accelerator = Accelerator()
 
-Checkpoints are theirs: whole weights and whole optimizer state, written by rank 0, which any number of processes
-and stages can resume from.
+Checkpoints are theirs: whole weights and whole optimizer state, written by rank 0, or, with their `save_on_each_node`, by the first
+process of each node; any number of processes and stages can resume from them.
 """
 
 from __future__ import annotations
@@ -71,16 +71,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         norm = super().clip_grad_norm_(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes checkpoints."""
+        each: bool = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each else self.is_main_process
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """See `autoshard.state_dict`: whole on rank 0, empty elsewhere. A collective."""
-        return state_dict(model)
+        """See `autoshard.state_dict`: whole where checkpoints are written, empty elsewhere. A collective."""
+        return state_dict(model, keep=self._writes)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = False, **kwargs: Any) -> str:
         """As ever, with the optimizers' state whole, and weights by torch.save. A collective."""
         folder: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for i, optimizer in enumerate(self._optimizers):
             name = f"{OPTIMIZER_NAME}{f'_{i}' if i else ''}.bin"
-            _save_whole(optimizer, Path(folder) / name, self.is_main_process)
+            _save_whole(optimizer, Path(folder) / name, self._writes)
         return folder
 
 
@@ -91,6 +97,7 @@ class Sharded:
     args: Any
     model: Any
     optimizer: Any
+    _whole: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, autoshard: Config | None = None, **kwargs: Any) -> None:
         self._autoshard = autoshard
@@ -102,13 +109,21 @@ class Sharded:
         self.accelerator = Accelerator.in_place_of(self.accelerator, self._autoshard)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole weights, written by rank 0. A collective: all processes must call it."""
-        self._whole = state_dict(self.model)
+        """Whole weights, written where the trainer writes: by rank 0, or the first process of each node. A collective: all processes
+        must call it."""
+        self._whole = self._in_whole()
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        del self._whole
+        self._whole = None
+
+    def _in_whole(self) -> dict[str, Any]:
+        return state_dict(self.model, keep=self.args.should_save)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, self._whole if state_dict is None else state_dict)  # type: ignore[misc]
+        """Lets go of what it writes: a push, which comes within save_model, saves once more."""
+        whole, self._whole = self._whole, None
+        if state_dict is None:
+            state_dict = self._in_whole() if whole is None else whole
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
@@ -135,6 +150,6 @@ def _refuse_safetensors(models: list[nn.Module], folder: str) -> None:
 
 def _save_whole(optimizer: torch.optim.Optimizer, path: Path, writes: bool) -> None:
     """Over what was saved there by a process that knew its own rows only."""
-    whole = state_dict(optimizer)
+    whole = state_dict(optimizer, keep=writes)
     if writes:
         torch.save(whole, path)

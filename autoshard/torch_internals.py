@@ -285,6 +285,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or around_all)
 
 
+def before_loading(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
+    """Registers what an optimizer does to a state dict before it loads it; not of one that wraps another and never was made as an
+    optimizer is (Accelerate's), which has no place for hooks. Seen: 2.11, 2.13."""
+    if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+        optimizer.register_load_state_dict_pre_hook(hook)
+
+
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """A step as its class has it, without what torch puts around it. Seen: 2.11, 2.13."""
     step: Any = type(optimizer).step

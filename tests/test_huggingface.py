@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -11,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -42,14 +47,14 @@ def _fresh_state() -> None:
         state._reset_state()
 
 
-def _train(cls: type, folder: Path, steps: int, resume: bool = False, **more: Any) -> Any:
+def _train(cls: type, folder: Path, steps: int, resume: bool = False, arguments: Any = None, **more: Any) -> Any:
     _fresh_state()
     torch.manual_seed(dist.get_rank() if more else 0)  # rank 0's parameters are everyone's
     args = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.1, logging_steps=1, eval_strategy="steps",
         eval_steps=2, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, seed=0,
-        adam_epsilon=1e-3,
+        adam_epsilon=1e-3, **(arguments or {}),
     )  # fmt: skip
     model = llama()
     trainer = cls(model, args, train_dataset=Sentences(), eval_dataset=Sentences(), **more)
@@ -57,11 +62,11 @@ def _train(cls: type, folder: Path, steps: int, resume: bool = False, **more: An
     return trainer
 
 
-def _compare(folder: str, zero: int, resumed_at: int) -> Distance:
+def _compare(folder: str, zero: int, resumed_at: int, arguments: Any = None) -> Distance:
     ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
-    _train(Trainer, ours, 2, autoshard=config(zero))
-    trainer = _train(Trainer, ours, 4, resume=True, autoshard=config(resumed_at))
-    reference = _train(transformers.Trainer, theirs, 4)
+    _train(Trainer, ours, 2, arguments=arguments, autoshard=config(zero))
+    trainer = _train(Trainer, ours, 4, resume=True, arguments=arguments, autoshard=config(resumed_at))
+    reference = _train(transformers.Trainer, theirs, 4, arguments=arguments)
     distance = Distance()
     for line, expected in zip(trainer.state.log_history, reference.state.log_history, strict=True):
         for key, kind in (("loss", "loss"), ("grad_norm", "norm"), ("eval_loss", "loss")):
@@ -80,6 +85,73 @@ def test_the_trainer_is_as_with_ddp(two: Cluster, tmp_path: Path, zero: int, res
     """Accumulation, clipping, evaluation, checkpoints; resumed at another stage."""
     for distance in two.run(_compare, str(tmp_path), zero, resumed_at):
         assert distance.worst <= 10 * TOLERANCE, distance  # its log is rounded to four digits
+
+
+@contextlib.contextmanager
+def _a_node_each() -> Iterator[None]:
+    """Inside, each process is the first and only one of its node, as far as the launcher's variables say."""
+    with mock.patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
+        yield
+    _fresh_state()
+
+
+def _compare_nodes(folder: str, zero: int, resumed_at: int) -> Distance:
+    """Of nodes that have a disk each."""
+    with _a_node_each():
+        return _compare(f"{folder}/{dist.get_rank()}", zero, resumed_at, {"save_on_each_node": True})
+
+
+@pytest.mark.parametrize(("zero", "resumed_at"), [(3, 1), in_full(0, 3)])
+def test_each_node_has_a_checkpoint_to_resume_from(two: Cluster, tmp_path: Path, zero: int, resumed_at: int) -> None:
+    for distance in two.run(_compare_nodes, str(tmp_path), zero, resumed_at):
+        assert distance.worst <= 10 * TOLERANCE, distance
+
+
+class Nowhere:
+    """A trainer that pushes as transformers' does, and sends nothing. pushed: what it would have, each time."""
+
+    args: Any
+    save_model: Any
+
+    def init_hf_repo(self, *_: Any, **__: Any) -> None:
+        self.pushed: list[list[str]] = []
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        self.save_model(_internal_call=True)
+        self.pushed.append(sorted(file.name for file in Path(self.args.output_dir).iterdir()))
+
+
+class Pushing(Nowhere, Trainer):
+    pass
+
+
+class PushingTheirs(Nowhere, transformers.Trainer):
+    pass
+
+
+def _push(folder: str, zero: int) -> tuple[Distance, bool]:
+    """(how far what was saved and what was pushed is from DDP's, whether it is as many files)"""
+    ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
+    arguments = {"push_to_hub": True, "save_strategy": "no"}
+    trainers = [
+        _train(Pushing, ours, 2, arguments=arguments, autoshard=config(zero)),
+        _train(PushingTheirs, theirs, 2, arguments=arguments),
+    ]
+    for trainer, place in zip(trainers, (ours, theirs)):
+        trainer.save_model(str(place / "saved"))
+    dist.barrier()  # for rank 0 to have written
+    distance = Distance()
+    for place in ("saved", "."):
+        models = [transformers.AutoModelForCausalLM.from_pretrained(folder / place) for folder in (ours, theirs)]
+        for p, q in zip(*(model.parameters() for model in models)):
+            distance.see("parameter", p.detach(), q.detach())
+    return distance, trainers[0].pushed[-1:] == trainers[1].pushed[-1:] or dist.get_rank() > 0
+
+
+@pytest.mark.parametrize("zero", [3, in_full(0)])
+def test_a_push_saves_once_more(two: Cluster, tmp_path: Path, zero: int) -> None:
+    for distance, alike in two.run(_push, str(tmp_path), zero):
+        assert distance.worst <= TOLERANCE and alike, distance
 
 
 def _loop(accelerator: Any, batches: Tensor, folder: Path) -> tuple[Any, list[Tensor]]:
@@ -106,13 +178,13 @@ def _loop(accelerator: Any, batches: Tensor, folder: Path) -> tuple[Any, list[Te
     return net, seen
 
 
-def _accelerate(folder: str, zero: int) -> Distance:
+def _accelerate(folder: str, zero: int, **more: Any) -> Distance:
     batches, distance = inputs_of(8), Distance()
     _fresh_state()
-    plain = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
     reference, expected = _loop(plain, batches, Path(folder) / "theirs")
     _fresh_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, autoshard=config(zero))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, autoshard=config(zero), **more)
     net, seen = _loop(accelerator, batches, Path(folder) / "ours")
     for ours, theirs in zip(seen, expected, strict=True):
         distance.see("loss", ours.detach(), theirs.detach())
@@ -125,6 +197,18 @@ def _accelerate(folder: str, zero: int) -> Distance:
 @pytest.mark.parametrize("zero", [3, in_full(0), in_full(1)])
 def test_accelerate_is_as_with_ddp(two: Cluster, tmp_path: Path, zero: int) -> None:
     for distance in two.run(_accelerate, str(tmp_path), zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def _accelerate_nodes(folder: str, zero: int) -> Distance:
+    with _a_node_each():
+        each = ProjectConfiguration(save_on_each_node=True)
+        return _accelerate(f"{folder}/{dist.get_rank()}", zero, project_config=each)
+
+
+@pytest.mark.parametrize("zero", [3, in_full(0)])
+def test_accelerate_has_a_checkpoint_on_each_node(two: Cluster, tmp_path: Path, zero: int) -> None:
+    for distance in two.run(_accelerate_nodes, str(tmp_path), zero):
         assert distance.worst <= TOLERANCE, distance
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.errors import UnsupportedError
+from autoshard.runtime.dtensors import local
 from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, whole
@@ -308,6 +309,154 @@ def test_an_infinite_gradient_on_one_process_skips_the_step_on_all(two: Cluster,
     for distance, scales, skipped in two.run(scaled, zero):
         assert distance.worst <= TOLERANCE, distance
         assert skipped == [False, True, False, False] and scales == [1024.0, 512.0, 512.0, 512.0]
+
+
+# --- clipping by the largest
+
+
+class Narrow(Net):
+    """Of its last layer one of two processes has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(15, 1)
+
+
+def clipped_by_the_largest(zero: int, error_if_nonfinite: bool) -> Distance:
+    """As torch's norm over all gradients, of no finite order."""
+    model, plain, compiled = compiled_pair(config(zero))
+    distance = Distance()
+    for inputs in inputs_of(2):
+        backward_beside(compiled, plain, inputs)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-3, torch.inf, error_if_nonfinite) for m in (model, plain)]
+        distance.see("norm", *map(whole, norms))
+        see_gradients(distance, model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+@pytest.mark.parametrize("error_if_nonfinite", [False, in_full(True)])
+def test_clipping_by_the_largest_gradient_is_global(two: Cluster, zero: int, error_if_nonfinite: bool) -> None:
+    for distance in two.run(clipped_by_the_largest, zero, error_if_nonfinite):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def largest_of_nothing(below: int) -> str:
+    """Each process looks at its own rows, and goes no further."""
+    model, _, compiled = compiled_pair(config(3, replicate_below=below), Narrow)
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    return what_is_said(torch.linalg.vector_norm, model.down.weight.grad, torch.inf)
+
+
+def test_there_is_no_largest_of_no_rows(two: Cluster) -> None:
+    first, second = two.run(largest_of_nothing, 0)
+    assert first == "nothing" and "on an empty tensor" in second, second
+    assert two.run(largest_of_nothing, 100) == ["nothing"] * 2
+
+
+# --- drawing parameters anew
+
+
+def drawn_anew(zero: int, below: int, name: str, alike: bool) -> tuple[Tensor, Tensor, str]:
+    """(what a process has of a parameter that was drawn in place, what its own generator draws of that shape, what the next step
+    says)"""
+    model, _, compiled = compiled_pair(config(zero, replicate_below=below))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    parameter = model.get_parameter(name)
+    drawn: list[Tensor] = []
+    for tensor in (parameter, torch.empty(local(parameter).shape)):
+        torch.manual_seed(7 if alike else dist.get_rank())
+        drawn.append(local(nn.init.uniform_(tensor)).detach().clone())
+    return drawn[0], drawn[1], what_is_said(optim.SGD(model.parameters(), lr=0.1).step)
+
+
+@pytest.mark.parametrize(("zero", "below", "name"), [in_full(0, 0, "up.weight"), (3, 0, "up.weight"), (3, 10, "down.bias")])
+@pytest.mark.parametrize("alike", [True, False])
+def test_each_process_draws_what_it_has_by_its_own_generator(two: Cluster, zero: int, below: int, name: str, alike: bool) -> None:
+    """With one seed rows repeat, and what is whole stays alike; with others what is whole parts, which the next step names."""
+    (first, drawn, said), (second, drawn_too, said_too) = two.run(drawn_anew, zero, below, name, alike)
+    assert torch.equal(first, drawn) and torch.equal(second, drawn_too)
+    shared = min(len(first), len(second))
+    assert torch.equal(first[:shared], second[:shared]) == alike
+    parted = f"DivergenceError: before step 1, parameter '{name}' is not on rank 1 what it is on rank 0"
+    for text in (said, said_too):
+        assert text == "nothing" if alike or (zero, below) == (3, 0) else text.startswith(parted), text
+
+
+def loaded_anew(zero: int) -> tuple[Tensor, Tensor]:
+    """(a weight that was loaded from a layer which each process drew by itself, that layer's)"""
+    model, _, compiled = compiled_pair(config(zero))
+    compiled(inputs_of(1)[0, dist.get_rank()])
+    torch.manual_seed(dist.get_rank())
+    new = nn.Linear(8, 15)
+    model.up.load_state_dict(new.state_dict())
+    return whole(model.up.weight).detach(), new.weight.detach()
+
+
+@pytest.mark.parametrize("zero", [in_full(1), 3])
+def test_a_new_layer_that_is_loaded_is_rank_0_s(two: Cluster, zero: int) -> None:
+    (first, new), (second, _) = two.run(loaded_anew, zero)
+    assert torch.equal(first, new) and torch.equal(second, new)
+
+
+# --- LBFGS
+
+
+def in_double() -> nn.Module:
+    return Net().double()
+
+
+def by_lbfgs(search: str | None, steps: int) -> Distance:
+    """With a closure that gives the mean loss over all processes."""
+    model, plain, compiled = compiled_pair(config(0), in_double)
+    optimizer, reference = (optim.LBFGS(m.parameters(), lr=0.1, max_iter=3, line_search_fn=search) for m in (model, plain))
+    distance, world = Distance(), dist.get_world_size()
+    for inputs in inputs_of(steps).double():
+
+        def closure(inputs: Tensor = inputs) -> Tensor:
+            optimizer.zero_grad()
+            loss = compiled(inputs[dist.get_rank()])
+            loss.backward()
+            dist.all_reduce(mean := loss.detach() / world)
+            return mean
+
+        def of_all(inputs: Tensor = inputs) -> Tensor:
+            reference.zero_grad()
+            loss: Tensor = sum(plain(x) for x in inputs) / world  # type: ignore[assignment]
+            loss.backward()
+            return loss.detach()
+
+        distance.see("loss", optimizer.step(closure), reference.step(of_all))
+        see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("search", ["strong_wolfe", None])
+def test_lbfgs_by_the_mean_loss(two: Cluster, search: str | None) -> None:
+    for distance in two.run(by_lbfgs, search, 3):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def by_its_own_loss() -> None:
+    """A line search looks at losses, which processes have of their own."""
+    model, _, compiled = compiled_pair(config(0, timeout=10))
+    optimizer = optim.LBFGS(model.parameters(), max_iter=20, max_eval=64, line_search_fn="strong_wolfe")
+    for inputs in inputs_of(4):
+
+        def closure(inputs: Tensor = inputs) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = compiled((1 + 3 * dist.get_rank()) * inputs[dist.get_rank()])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def test_lbfgs_by_losses_of_their_own_is_named(two: Cluster) -> None:
+    for said in two.run(what_is_said, by_its_own_loss):
+        assert said.startswith("DivergenceError: before step "), said
 
 
 # --- what is refused, or right

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import autoshard
+from autoshard.runtime.dtensors import local
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
 from tests.small import (
@@ -124,6 +127,42 @@ def test_a_whole_checkpoint_loads(two: Cluster, zero: int, early: bool, prefixed
         assert distance.worst <= TOLERANCE, distance
 
 
+def rows_at_loading(early: bool, kind: str) -> tuple[Distance, int, bool]:
+    """(distance after more steps, tensors of the loaded state that are still there before them, whether rows keep no more than
+    rows). early: the optimizer is there at the first call, else it has stepped when it loads."""
+    made = {"torch": optim.AdamW, "ours": autoshard.optim.AdamW, "by torch": lambda ps, lr: optim.AdamW(ps, lr, foreach=True)}[kind]
+    model, plain, compiled = compiled_pair(config(3))
+    optimizer = made(model.parameters(), lr=0.01) if early else None
+    compiled(batch()).backward()
+    optimizer = optimizer or made(model.parameters(), lr=0.01)
+    if not early:
+        optimizer.step()
+        model.load_state_dict(plain.state_dict())
+    optimizer.zero_grad()
+    reference = optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, reference, 3)
+    model.load_state_dict(plain.state_dict())
+    loaded: Any = copy.deepcopy(reference.state_dict())
+    refs = [weakref.ref(t) for t in tree_leaves(loaded) if isinstance(t, Tensor) and t.ndim]
+    optimizer.load_state_dict(loaded)
+    del loaded
+    gc.collect()
+    rows = [local(v) for state in optimizer.state.values() for v in state.values() if v.ndim]
+    kept, small = sum(ref() is not None for ref in refs), all(r.untyped_storage().nbytes() == r.nbytes for r in rows)
+    for m, o in ((compiled, optimizer), (plain, reference)):
+        train(m, o, 2)
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance, kept, small and len(refs) == len(rows) == 8
+
+
+@pytest.mark.parametrize(("early", "kind"), [(True, "torch"), (False, "ours"), in_full(False, "torch"), in_full(True, "by torch")])
+def test_whole_state_of_an_optimizer_is_rows_when_it_is_loaded(two: Cluster, early: bool, kind: str) -> None:
+    for distance, kept, small in two.run(rows_at_loading, early, kind):
+        assert distance.worst <= TOLERANCE, distance
+        assert kept == 0 and small
+
+
 def whole_state() -> tuple[list[str], bool]:
     model, plain, compiled = compiled_pair(config(3))
     compiled(inputs_of(1)[0, dist.get_rank()]).backward()
@@ -133,6 +172,26 @@ def whole_state() -> tuple[list[str], bool]:
 
 def test_the_whole_state_is_on_rank_0_under_original_names(two: Cluster) -> None:
     assert two.run(whole_state) == [(NAMES, True), ([], True)]
+
+
+def kept_by(rank: int | None) -> list[int]:
+    """How many tensors this process has of a model and of its optimizer, those of the model as they were and of nobody else."""
+    model, plain, compiled = compiled_pair(config(3, replicate_below=20))
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    train(compiled, optimizer, 1)
+    plain_optimizer = optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, plain_optimizer, 1)
+    keep = None if rank is None else dist.get_rank() == rank
+    found, state = autoshard.state_dict(model, keep), autoshard.state_dict(optimizer, keep)
+    torch.testing.assert_close(found, dict(plain.state_dict()) if found else {})
+    tensors = [t for t in tree_leaves((found, state)) if isinstance(t, Tensor)]
+    return [len(found), len(tensors), len({t.data_ptr() for t in tensors} - {p.data_ptr() for p in map(local, model.parameters())})]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_the_whole_state_is_where_it_is_to_be_kept(two: Cluster, rank: int | None) -> None:
+    expected = [[4, 16, 16], [0, 0, 0]]
+    assert two.run(kept_by, rank) == (expected[::-1] if rank else expected)
 
 
 def kept_while_training(zero: int) -> list[bool]:

@@ -303,6 +303,22 @@ def test_buffers_of_no_state_dict_are_told() -> None:
     assert torch_internals.kept_buffers(module) == [n for n in module.state_dict() if n not in ("weight", "bias")]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class alone."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_hook_sees_what_an_optimizer_loads() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    state = optimizer.state_dict()
+    torch_internals.before_loading(Wrapper(optimizer), lambda *_: None)
+    torch_internals.before_loading(optimizer, lambda _, given: {**given, "param_groups": [{**given["param_groups"][0], "lr": 0.2}]})
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
 def test_hooks_around_all_steps_are_seen() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     torch_internals.surround_steps(lambda *_: None, lambda *_: None)

@@ -8,12 +8,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
+from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive, thawed
 from autoshard.kernels.multi_tensor import HALVES
@@ -21,7 +20,6 @@ from autoshard.runtime import fused_step
 from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
-from autoshard.runtime.shard import full_value
 
 # Seen on torch 2.11 and 2.13: Adafactor, Rprop and Adagrad raise inside DTensor, Muon skips DTensors without a word.
 _NOT_ON_DTENSORS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
@@ -113,31 +111,46 @@ def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
         )
 
 
+_loads_rows: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def load_rows(optimizer: Optimizer) -> None:
+    """From here on state that the optimizer loads whole (each process reads the same file) becomes rows, as its parameter is, before torch
+    takes it to its device: one tensor at a time is whole there, and none is kept."""
+    if optimizer not in _loads_rows:
+        _loads_rows.add(optimizer)
+        torch_internals.before_loading(optimizer, _with_rows)
+
+
+def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    groups = zip(optimizer.param_groups, state_dict["param_groups"])
+    sharded = {i: p for ours, given in groups for p, i in zip(ours["params"], given["params"]) if isinstance(p, DTensor)}
+    state = dict(state_dict["state"])
+    for i in sharded.keys() & state.keys():
+        state[i] = _take_rows(dict(state[i]), sharded[i])
+    return {**state_dict, "state": state}
+
+
 def scatter_loaded(optimizer: Optimizer) -> None:
-    """State that was loaded whole (each process reads the same file) becomes rows, as its parameter is."""
+    """The same of what was loaded into an optimizer that nobody here knew of, or put into its state."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
-            for key, value in state.items():
-                refuse_strange_rows(f"{key} of an optimizer's state", value, parameter)
-                if _like_parameter(key, value, parameter):
-                    state[key] = distribute_tensor(
-                        value, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
+            _take_rows(state, parameter)
 
 
-def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict with whole tensors, on the CPU of rank 0; empty elsewhere. One parameter at a time is
-    whole on every device. A collective."""
-    keeps = not dist.is_initialized() or dist.get_rank() == 0
+def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
+    """Rows take the places of whole tensors in the state of a sharded parameter."""
+    for key, value in state.items():
+        refuse_strange_rows(f"{key} of an optimizer's state", value, parameter)
+        if _like_parameter(key, value, parameter):
+            state[key] = _rows_of(value, parameter)
+    return state
 
-    def whole(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value if keeps else None
-        full = full_value(value) if isinstance(value, DTensor) else value
-        return full.detach().to("cpu", copy=True) if keeps else None
 
-    state = tree_map(whole, optimizer.state_dict())
-    return state if keeps else {}
+def _rows_of(value: Tensor, parameter: DTensor) -> Tensor:
+    made = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    rows = made.to_local()
+    return made.clone() if rows.untyped_storage().nbytes() > rows.nbytes else made  # a view would keep the whole
 
 
 def _like_parameter(key: str, value: Any, parameter: Tensor) -> bool:

@@ -227,6 +227,11 @@ def stepped_by(optimizer: Optimizer) -> list[ModelState]:
     return sorted(found, key=lambda state: (state.topic, state.number))
 
 
+def any_live() -> bool:
+    """Whether there is a model that several processes train, or a copy of one."""
+    return len(_live) > 0
+
+
 def any_early() -> bool:
     """Whether gathers start after steps of some optimizer."""
     return any(state.early for state in _live)

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
-from autoshard.runtime import fused_step, local_step, scaler
+from autoshard.runtime import beside, fused_step, local_step, scaler
 from autoshard.runtime.lost_peers import naming_lost_peers
-from autoshard.runtime.optimizers import check_steps_on_shards, scatter_loaded, stands_still
-from autoshard.runtime.state import ModelState, any_early, stepped_by
+from autoshard.runtime.optimizers import check_steps_on_shards, load_rows, scatter_loaded, stands_still
+from autoshard.runtime.state import ModelState, any_early, any_live, stepped_by
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,6 +45,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if sharded:
         check_steps_on_shards(optimizer, closure is not None)
         scatter_loaded(optimizer)
+        load_rows(optimizer)
     if not callable(closure):
         _check_gradients(optimizer, states)
     how, taken = _step(optimizer, closure is not None, sharded, any(state.fuses for state in states))
@@ -52,7 +53,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         state.steps[type(optimizer).__name__] = how
     if taken:
         _leave_nothing_to_do(optimizer)
-    if not callable(closure) or not states:
+    if not callable(closure) or not any_live():
         return None
     checked = _checked(closure, optimizer, states)
     return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
@@ -79,12 +80,12 @@ def _give_back(optimizer: Optimizer) -> None:
         group["params"] = parameters
 
 
-def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[ModelState]) -> Callable[[], Any]:
+def _checked(closure: Callable[..., Any], optimizer: Optimizer, states: Sequence[ModelState]) -> Callable[[], Any]:
     """The closure, and then what is said of its gradients."""
 
     @functools.wraps(closure)
-    def checked() -> Any:
-        loss = closure()
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
         _check_gradients(optimizer, states)
         return loss
 
@@ -93,6 +94,8 @@ def _checked(closure: Callable[[], Any], optimizer: Optimizer, states: Sequence[
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
     stepped = fused_step.stepped_by(optimizer)
+    if not states and any_live():
+        beside.before_step(optimizer)
     for state in states:
         state.check_step(optimizer, stepped)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
