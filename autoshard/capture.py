@@ -24,6 +24,7 @@ from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
+from autoshard.passes.choose_blocks import choose_stacks
 from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.inline_regions import inline_regions
 from autoshard.passes.outline_blocks import OutlineBlocks
@@ -126,7 +127,7 @@ def _with_regions(
 ) -> Capture | None:
     """The graph, blocks that repeat traced once; None where that is not to be had (a block that writes to something, a
     graph break), which a trace without regions tells better."""
-    regions = make_regions(shadow, REPEATED)
+    regions = make_regions(shadow, REPEATED, choose_stacks(take_inventory(shadow, ())))
     if regions is None:
         return None
     try:

@@ -129,7 +129,7 @@ class Compilation:
         """The halves of one block, whose views are not saved beside what they are views of."""
         graphs.recompute_views(joint.graph)
         if policy != "none":
-            recompute.tag(joint.graph, lambda block: policy if block else "none")
+            recompute.tag(joint.graph, self.context.plan.stacks, lambda block: policy if block else "none")
         with torch_internals.random_states_are_tensors():
             return joint.halves(self._cut)
 
@@ -158,7 +158,7 @@ class Compilation:
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)
         graphs.fill_examples(backward)
-        recompute.name_repeated(backward)
+        recompute.name_repeated(backward, self.context.plan.stacks)
         return forward, backward
 
     def split(self, gm: GraphModule, phase: Phase) -> GraphModule:

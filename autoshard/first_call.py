@@ -158,7 +158,7 @@ class FirstCall:
         state = ModelState(self.model, plan, self.world, self.topic, fuses=self.config.fuse_optimizer == "auto", early=self._early(plan))
         if not plan.leaves_alone:
             self._shard(state)
-            state.regions = make_regions(self.model, REPEATED) if plan.regions else None
+            state.regions = make_regions(self.model, REPEATED, plan.stacks) if plan.regions else None
         if device_of(self.model).type == "cpu" and keep_freed_memory():
             self.phases.say("           [dim]this process keeps what it frees, for the next step[/]")
         state.attach()
@@ -243,6 +243,7 @@ class FirstCall:
             return plan
         if plan.early:
             plan = plan.because("early_gathers: blocks that are compiled one by one each start with gathers, and take none early")
+        plan = replace(plan, stacks=())  # which have other names in a block's graph
         return replace(plan, recompute=(("", plan.recompute[0][1]),)) if plan.recompute else plan
 
     def _early(self, plan: Plan) -> Early | None:

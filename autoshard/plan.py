@@ -168,6 +168,7 @@ class Plan:
     early: the gathers that a forward starts with start when the optimizer has stepped; see [Note: Early gathers] in ops/early.py.
     node: processes of a node, where gathers go between nodes first and then inside of them, and reductions the other way round;
         0: each in one step over all processes.
+    stacks: modules under a number that are no blocks, since blocks are in them; see [Note: Stacks] in passes/choose_blocks.py.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
     regions: blocks that repeat can be traced once for all of them.
@@ -190,6 +191,7 @@ class Plan:
     early: bool = False
     node: int = 0
     buffers: str = "broadcast"
+    stacks: tuple[str, ...] = ()
     recompute: tuple[tuple[str, str], ...] = ()
     regions: bool = False
     covered: float = 1.0
@@ -215,6 +217,7 @@ class Plan:
         self._check_node()
         self._check_sparse()
         self._check_low_rank()
+        self._check_stacks()
         self._check_recompute()
         for group in self.groups:
             if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
@@ -259,6 +262,11 @@ class Plan:
             raise PlanError(f"plan: low_rank: {self.low_rank} beside compression {self.compression!r} is not legal; legal: one of them")
         if self.sharded:
             raise PlanError(f"plan: low_rank: {self.low_rank} is not legal where rows are sharded; legal: 0, or degrees of 1")
+
+    def _check_stacks(self) -> None:
+        for name in self.stacks:
+            if not isinstance(name, str) or not name.rpartition(".")[2].isdigit():
+                raise PlanError(f"plan: stacks: {name!r} is not legal; legal: names of modules that end in a number")
 
     def _check_recompute(self) -> None:
         seen = set[str]()

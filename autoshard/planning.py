@@ -113,6 +113,9 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
             f"plan: not of this model: {sorted(missing or unknown)[0]!r} is "
             f"{'in no group' if missing else 'no parameter of it'}"
         )
+    for stack in plan.stacks:
+        if not any(name.startswith(f"{stack}.") for name in names):
+            raise PlanError(f"plan: stacks: {stack!r} is not legal; legal: modules of this model, with parameters in them")
 
 
 def budget_bytes(config: Config, free: int | None) -> int | None:

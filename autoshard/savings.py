@@ -60,27 +60,28 @@ class Savings:
         """The model's blocks in the order of forward, each with all that it could save."""
         plan = replace(plan, recompute=())
         graph, kept = self.prepared.joint.graph, _kept(self.prepared.cut(plan))
-        joint = self.candidates(graph, kept)
+        joint = self.candidates(graph, kept, plan.stacks)
         apart = [kind for kind in self.prepared.kinds if kind.names]
-        usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)})
+        usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)}, plan.stacks)
         options = {name: [option] for name, option in usual.items()}
         for level in range(max(map(len, joint.values()), default=0)):
             policies = {name: found[level] for name, found in joint.items() if level < len(found)}
             cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
-            for name, option in _measured(self.simulate(cut), set(options)).items():
+            for name, option in _measured(self.simulate(cut), set(options), plan.stacks).items():
                 if name in policies:
                     options[name].append(replace(option, policy=policies[name]))
         for kind in apart:
-            alone = self._alone(kind)
+            alone = self._alone(kind, plan.stacks)
             for name in kind.names:
                 options[name] = [_shifted(options[name][0], found, alone[0]) for found in alone]
         return [Block(name, tuple(found)) for name, found in options.items()]
 
-    def candidates(self, joint: GraphModule, kept: Set[str]) -> dict[str, list[str]]:
+    def candidates(self, joint: GraphModule, kept: Set[str], stacks: Collection[str]) -> dict[str, list[str]]:
         """Policies for each block; for what belongs to none (the seeds that Inductor draws) there is none. kept: the names of what is saved where nothing is chosen. See [Note: Candidates]."""
         backward = backward_of(joint)
         wanted = needed(backward)
-        return {name: self._candidates(nodes, wanted, kept) for name, nodes in values_of_blocks(joint, backward).items() if name}
+        found = values_of_blocks(joint, backward, stacks)
+        return {name: self._candidates(nodes, wanted, kept) for name, nodes in found.items() if name}
 
     def _candidates(self, nodes: Sequence[Node], wanted: set[Node], kept: Set[str]) -> list[str]:
         usual = {_made_by(n) for n in nodes if n.name in kept}
@@ -111,10 +112,10 @@ class Savings:
     def _number(self, size: Size) -> int:
         return self.prepared.captured.open.number(size)
 
-    def _alone(self, kind: Kind) -> list[Option]:
+    def _alone(self, kind: Kind, stacks: Collection[str]) -> list[Option]:
         """Of a block by itself: the first is torch's own choice."""
         usual = self.prepared.cut_kind(kind, "none")
-        (policies,) = self.candidates(kind.joint.graph, _kept(usual)).values()
+        (policies,) = self.candidates(kind.joint.graph, _kept(usual), stacks).values()
         return [self._option("none", usual), *(self._option(p, self.prepared.cut_kind(kind, p)) for p in policies)]
 
     def _option(self, policy: str, cut: Rehearsed) -> Option:
@@ -140,10 +141,10 @@ def _shifted(whole: Option, alone: Option, usual: Option) -> Option:
     )
 
 
-def _measured(step: Step, names: Set[str]) -> dict[str, Option]:
+def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, Option]:
     """What each block takes in a step, in the order of forward."""
     operations = step.program.operations
-    block = [graphs.block_of(o.call or o.node) for o in operations]
+    block = [graphs.block_of(o.call or o.node, stacks) for o in operations]
     saved: dict[str | None, int] = defaultdict(int)
     for piece in _saved(step.program):
         saved[block[piece.made]] += step.program.open.number(piece.bytes)

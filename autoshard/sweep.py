@@ -26,9 +26,9 @@ from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
 from autoshard.inventory import Inventory
+from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
-from autoshard.passes.group_parameters import blocks_of
 from autoshard.plan import Plan
 from autoshard.planning import asked_for, circumstances, forecaster, pinned_plan
 
@@ -165,7 +165,7 @@ def _possible(plans: list[Plan], budget: int | None) -> list[Plan]:
 
 def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:
     """The plan, and with all of its blocks recomputed where that is to be chosen."""
-    blocks = blocks_of(name for g in plan.groups for name in g.parameters)
+    blocks = blocks_of(plan.group_of, plan.stacks)
     if config.recompute != "auto" or not blocks:
         return [plan]
     return [plan, replace(plan, recompute=tuple((block, "full") for block in blocks))]

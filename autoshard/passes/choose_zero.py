@@ -14,11 +14,12 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory
+from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.costs import costs_of
-from autoshard.passes.group_parameters import blocks_of, group_parameters
+from autoshard.passes.group_parameters import group_parameters
 from autoshard.plan import (
     COMPRESSIONS,
     OPTIMIZER_STATES,
@@ -93,7 +94,8 @@ def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> lis
     _check_axes(axes, where.cluster.world)
     every = range(4) if where.cluster.world > 1 and config.compression != POWERSGD else range(1)
     stages = every if config.zero == "auto" else (config.zero,)
-    return [_at_stage(inventory, config, where, axes, stage) for stage in stages]
+    stacks = choose_stacks(inventory)
+    return [_at_stage(inventory, config, where, axes, stacks, stage) for stage in stages]
 
 
 def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
@@ -197,11 +199,12 @@ def _at_stage(
     config: Config,
     where: Circumstances,
     axes: tuple[tuple[str, int], ...],
+    stacks: tuple[str, ...],
     stage: int,
 ) -> Plan:
     below = REPLICATE_BELOW if config.replicate_below == "auto" else config.replicate_below
     size = dict(axes).get("shard", 1)
-    grouped = group_parameters(inventory, below)
+    grouped = group_parameters(inventory, below, stacks)
     groups = tuple(
         ParameterGroup(
             name,
@@ -221,7 +224,8 @@ def _at_stage(
         compression=config.compression if config.compression in COMPRESSIONS else "",
         low_rank=config.compression_rank if config.compression == POWERSGD else 0,
         buffers=config.buffers,
-        recompute=_asked_for(config, inventory),
+        stacks=stacks,
+        recompute=_asked_for(config, inventory, stacks),
         covered=inventory.covered,
     )
     plan = _without_precision(plan, config)
@@ -243,11 +247,11 @@ def _with_early_gathers(plan: Plan) -> Plan:
     return replace(plan, early=True).because("gathers that forward starts with start when the optimizer has stepped, as was asked for")
 
 
-def _asked_for(config: Config, inventory: Inventory) -> tuple[tuple[str, str], ...]:
+def _asked_for(config: Config, inventory: Inventory, stacks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """The policy that the user chose, for every block."""
     if config.recompute in ("auto", "none"):
         return ()
-    blocks = blocks_of(p.name for p in inventory.parameters)
+    blocks = blocks_of((p.name for p in inventory.parameters), stacks)
     if not blocks:
         raise ConfigError(
             f"recompute: {config.recompute!r} is for models with blocks under a number, such as layers.0, and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
 from autoshard.ops.collectives import Op
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
 from autoshard.ops.layout import Layout
-from autoshard.passes import group_parameters
+from autoshard.passes import choose_blocks
 
 UNSHARD = torch.ops.autoshard.unshard.default
 REDUCE_GRAD = torch.ops.autoshard.reduce_grad.default
@@ -282,9 +282,9 @@ def _take_items(gm: GraphModule, call: Node, results: Sequence[Node]) -> None:
     gm.graph.erase_node(call)
 
 
-def block_of(node: Node) -> str | None:
-    """The block of the model that a node belongs to ("model.layers.3"), by the module that called it."""
-    return group_parameters.block_of(f"{torch_internals.module_path(node)}.")
+def block_of(node: Node, stacks: Collection[str]) -> str | None:
+    """The block of the model that a node belongs to ("model.layers.3"), by the module that called it. stacks: the plan's."""
+    return choose_blocks.block_of(f"{torch_internals.module_path(node)}.", stacks)
 
 
 def inline_body(gm: GraphModule, call: Node, body: GraphModule, given: Sequence[Node]) -> None:

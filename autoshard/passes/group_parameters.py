@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from autoshard.inventory import Inventory, ParameterInfo
+from autoshard.passes.choose_blocks import block_of
 
 WHOLE = "replicated"
 
 
-def block_of(name: str) -> str | None:
-    """"model.layers.3" for "model.layers.3.mlp.up.weight": up to the first number; None without one."""
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return None
-
-
-def blocks_of(names: Iterable[str]) -> list[str]:
-    """The blocks that parameters of these names are in, in their order."""
-    return list(dict.fromkeys(filter(None, map(block_of, names))))
-
-
 def group_parameters(
-    inventory: Inventory, replicate_below: int
+    inventory: Inventory, replicate_below: int, stacks: Collection[str]
 ) -> list[tuple[str, tuple[ParameterInfo, ...], bool]]:
-    """(name, parameters, may be sharded) in the order of first use.
+    """(name, parameters, may be sharded) in the order of first use. stacks: see [Note: Stacks].
 
     Parameters of one block form a group even if others come between; those of no block form a group with
     their neighbours. What is too small or cannot be cut (no rows) is one group of whole parameters. It comes
@@ -36,7 +23,7 @@ def group_parameters(
     """
     cut = [p for p in inventory.parameters if _can_cut(p, replicate_below)]
     whole = tuple(p for p in inventory.parameters if not _can_cut(p, replicate_below))
-    groups = [(name, tuple(members), True) for name, members in _by_block(cut).items()]
+    groups = [(name, tuple(members), True) for name, members in _by_block(cut, stacks).items()]
     return ([(WHOLE, whole, False)] if whole else []) + groups
 
 
@@ -44,9 +31,9 @@ def _can_cut(p: ParameterInfo, replicate_below: int) -> bool:
     return p.elements > 0 and len(p.shape) > 0 and p.elements >= replicate_below
 
 
-def _by_block(parameters: Iterable[ParameterInfo]) -> dict[str, list[ParameterInfo]]:
+def _by_block(parameters: Iterable[ParameterInfo], stacks: Collection[str]) -> dict[str, list[ParameterInfo]]:
     groups: dict[str, list[ParameterInfo]] = {}
-    for block, run in itertools.groupby(parameters, key=lambda p: block_of(p.name)):
+    for block, run in itertools.groupby(parameters, key=lambda p: block_of(p.name, stacks)):
         members = list(run)
         groups.setdefault(block or _joint_name(members, groups), []).extend(members)
     return groups

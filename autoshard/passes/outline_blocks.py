@@ -1,6 +1,6 @@
 """Rewrite: blocks of the model that repeat become calls of one graph each, which is then compiled once.
 
-[Note: Alike blocks] Blocks are modules under a number ("layers.3"), as for parameter groups. Two are alike if their
+[Note: Alike blocks] Blocks are those of the plan ("layers.3"), as for parameter groups. Two are alike if their
 operations, constants and the shapes, strides and dtypes of all values are the same; which parameters they take does not
 matter. Alike blocks of which the plan saves different things are different graphs. Unshards stay outside, where
 communication is planned. What cannot be told apart from its surroundings (foreign operations between a block's own, numbers
@@ -14,7 +14,7 @@ import hashlib
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FunctionType
@@ -52,14 +52,14 @@ class OutlineBlocks:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         alike: dict[str, list[Run]] = defaultdict(list)
-        for run in _runs(gm):
+        for run in _runs(gm, context.plan.stacks):
             if run.closed:
                 alike[run.key].append(run)
         repeated = [runs for runs in alike.values() if len(runs) >= self.least]
         for runs in repeated:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
-                _outline(gm, same, policy, tuple(run.block or "" for run in same))
+                _outline(gm, same, policy, tuple(run.block for run in same))
         for run in _stretches(gm) if repeated else ():
             if run.closed and run.uses_parameters(context):
                 _outline(gm, [run], "none", ())
@@ -82,10 +82,11 @@ def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, .
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Nodes that follow each other, without others between them."""
+    """Nodes that follow each other, without others between them. block: the block of the model that they are; "" of none."""
 
     gm: GraphModule
     nodes: tuple[Node, ...]
+    block: str = ""
 
     @property
     def inputs(self) -> tuple[Node, ...]:
@@ -105,11 +106,6 @@ class Run:
         results = [_value(n) for n in self.outputs]
         gives = bool(results) and all(isinstance(v, Tensor) for v in results)
         return gives and all(map(_can_be_given, self.inputs)) and not any(map(_sets_mode, self.nodes))
-
-    @property
-    def block(self) -> str | None:
-        """The block of the model that this is."""
-        return _block(self.gm, self.nodes[0])
 
     def policy(self, context: Context) -> str:
         """What the plan saves of this block for backward."""
@@ -218,7 +214,7 @@ def _sets_mode(node: Node) -> bool:
     return node.op != "get_attr" and _value(node) is None
 
 
-def _runs(gm: GraphModule) -> Iterator[Run]:
+def _runs(gm: GraphModule, stacks: Collection[str]) -> Iterator[Run]:
     """The blocks whose nodes follow each other, once unshards are put in front of them."""
     blocks: dict[str, list[Node]] = defaultdict(list)
     last, broken, apart = None, set[str](), _unshards(gm)
@@ -226,7 +222,7 @@ def _runs(gm: GraphModule) -> Iterator[Run]:
     for node in list(gm.graph.nodes):
         if node.op in ("placeholder", "output") or node in apart:
             continue
-        block = _block(gm, node)
+        block = _block(gm, node, stacks)
         if block is not None:
             if blocks[block] and block != last or node in changed:
                 broken.add(block)
@@ -235,7 +231,7 @@ def _runs(gm: GraphModule) -> Iterator[Run]:
     for block, nodes in blocks.items():
         if block not in broken:
             _move_out(nodes)
-            yield Run(gm, tuple(nodes))
+            yield Run(gm, tuple(nodes), block)
 
 
 def _stretches(gm: GraphModule) -> Iterator[Run]:
@@ -276,16 +272,16 @@ def _unshards(gm: GraphModule) -> set[Node]:
     return found
 
 
-def _block(gm: GraphModule, node: Node) -> str | None:
+def _block(gm: GraphModule, node: Node, stacks: Collection[str]) -> str | None:
     """The block that a node belongs to; a region belongs to that of its last operation."""
     region = graphs.graph_named(gm, node)
     if region is not None:
         inside = [n for n in region.graph.nodes if n.op.startswith("call_")]
-        return _block(region, inside[-1]) if inside else None
+        return _block(region, inside[-1], stacks) if inside else None
     called = [a for a in node.all_input_nodes if graphs.graph_named(gm, a) is not None]
     if called:
-        return _block(gm, called[0])
-    return graphs.block_of(node)
+        return _block(gm, called[0], stacks)
+    return graphs.block_of(node, stacks)
 
 
 def _value(node: Node) -> Any:

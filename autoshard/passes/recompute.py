@@ -29,8 +29,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
 from autoshard.cost_model.work import kind_of, op_name
-from autoshard.passes import graphs, group_parameters
+from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
+from autoshard.passes.choose_blocks import blocks_of
 from autoshard.plan import Plan
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
@@ -47,7 +48,7 @@ class Recompute:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         if context.plan.recompute:
-            found = tag(gm, context.plan.policy_of)
+            found = tag(gm, context.plan.stacks, context.plan.policy_of)
             if found:
                 _say_what_is_unknown(found, context.plan)
             if found and not graphs.calls(gm, graphs.BLOCK):
@@ -56,7 +57,7 @@ class Recompute:
 
 
 def _say_what_is_unknown(found: Collection[str | None], plan: Plan) -> None:
-    known = group_parameters.blocks_of(plan.group_of)
+    known = blocks_of(plan.group_of, plan.stacks)
     for block, _ in plan.recompute:
         if block not in found and block not in known:
             warnings.warn(f"recompute: the model has no block {block!r}; it has {', '.join(known)}", stacklevel=2)
@@ -64,7 +65,7 @@ def _say_what_is_unknown(found: Collection[str | None], plan: Plan) -> None:
 
 def _say_what_was_not_found(found: Collection[str | None], context: Context) -> None:
     """That a policy does nothing would be seen in the peak alone."""
-    used = set(map(group_parameters.block_of, context.parameters.values()))
+    used = set(blocks_of(context.parameters.values(), context.plan.stacks))
     wanted = [block for block, _ in context.plan.recompute if block in used]
     if wanted and not set(wanted).intersection(found):
         warnings.warn(
@@ -74,33 +75,34 @@ def _say_what_was_not_found(found: Collection[str | None], context: Context) -> 
         )
 
 
-def tag(joint: GraphModule, policy_of: Callable[[str | None], str]) -> Collection[str | None]:
-    """Tags what forward computes in blocks that have a policy; whose operations it found. An inference graph stays as it is."""
+def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | None], str]) -> Collection[str | None]:
+    """Tags what forward computes in blocks that have a policy; whose operations it found. An inference graph stays as it is.
+    stacks: the plan's."""
     backward = backward_of(joint)
-    blocks = values_of_blocks(joint, backward)
+    blocks = values_of_blocks(joint, backward, stacks)
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
-            saved = _with_items(chosen(nodes, policy) | set(filterfalse(_repeatable, nodes))) | _leaving(nodes, backward)
+            saved = _with_items(chosen(block, nodes, policy) | set(filterfalse(_repeatable, nodes))) | _leaving(nodes, backward)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
     return blocks.keys()
 
 
-def name_repeated(backward: GraphModule) -> None:
+def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
     """Names what a backward graph computes again after its block, for dumps: "layers_3_again_mm"."""
     for node in backward.graph.nodes:
-        block = graphs.block_of(node)
+        block = graphs.block_of(node, stacks)
         if node.op == "call_function" and block is not None and not torch_internals.is_backward(node):
             torch_internals.rename(node, f"{block.replace('.', '_')}_again_{op_name(node)}")
 
 
-def values_of_blocks(joint: GraphModule, backward: set[Node]) -> dict[str | None, list[Node]]:
+def values_of_blocks(joint: GraphModule, backward: set[Node], stacks: Collection[str]) -> dict[str | None, list[Node]]:
     """What forward computes, in order, by block; gathered parameters and sizes left out. Nothing of an inference graph."""
     blocks: dict[str | None, list[Node]] = defaultdict(list)
     for node in joint.graph.nodes if backward else ():
         if node.op == "call_function" and node not in backward and _is_value(node):
-            blocks[graphs.block_of(node)].append(node)
+            blocks[graphs.block_of(node, stacks)].append(node)
     return blocks
 
 
@@ -138,8 +140,8 @@ def _repeatable(node: Node) -> bool:
     return all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
 
 
-def chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
-    """The operations whose results a policy saves."""
+def chosen(block: str | None, nodes: Iterable[Node], policy: str) -> set[Node]:
+    """The operations of a block whose results a policy saves."""
     named = operations(nodes)
     if policy == "full":
         return set()
@@ -149,7 +151,6 @@ def chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
         return {n for n, kind in kinds.items() if kind == "attention"} | set(products[::2])
     saved = policy.split()[1:]
     if unknown := [key for key in saved if key not in named]:
-        block = graphs.block_of(next(iter(named.values())))
         warnings.warn(f"recompute: {unknown[0]!r} is no operation of {block}, so it is not saved; it has {', '.join(named)}", stacklevel=2)
     return {named[key] for key in saved if key in named}
 

@@ -9,7 +9,7 @@ same call had them. A class whose forward asks at each trace, unguarded, lets go
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,13 @@ class Regions:
     on: bool = True
 
 
-def make_regions(model: nn.Module, least: int) -> Regions | None:
+def make_regions(model: nn.Module, least: int, stacks: Collection[str] = ()) -> Regions | None:
     """Makes regions of the members of every list of at least so many modules; None where there is none, or Dynamo would
-    trace each all the same."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) >= least]
-    blocks = dict.fromkeys(block for several in lists for block in several)
+    trace each all the same. stacks: modules that are none, since what a region computes belongs to it alone, to no block in it."""
+    modules = dict(model.named_modules())
+    lists = [m for m in modules.values() if isinstance(m, nn.ModuleList) and len(m) >= least]
+    stacked = {modules.get(name) for name in stacks}
+    blocks = dict.fromkeys(block for several in lists for block in several if block not in stacked)
     regions = Regions()
     classes = {cls: _region_class(cls, regions) for cls in dict.fromkeys(map(type, blocks))}
     if not all(classes.values()):
