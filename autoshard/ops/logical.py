@@ -65,7 +65,11 @@ def _mean(grads: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor
     carried = flats[0].dtype
     summed = carried if layout.replicas else torch.promote_types(carried, dtype)
     flat = _scatter_sum(flats, summed, layout) if layout.sharded else flats[0]
-    return _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.replicas)) if layout.replicas else flat
+    if not layout.replicas:
+        return flat
+    packed = not layout.sharded and layout.divides(grads[0].dtype)  # for this sum alone; a gradient itself somebody else may read
+    reduce = _c10d.all_reduce_ if packed else _c10d.all_reduce
+    return _c10d.wait_tensor(reduce(flat, "sum", layout.replicas))  # type: ignore[no-any-return]
 
 
 def _all(flying: Sequence[Tensor]) -> list[Tensor]:
