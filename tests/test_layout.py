@@ -24,7 +24,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     compress = draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
     made = Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction, compress, draw(st.booleans()), draw(st.integers(0, 99)))
     turns = draw(st.integers(1, 3))
-    return replace(made, apart=draw(st.integers(0, 99)), turns=turns, message=0 if turns > 1 else made.message)
+    made = replace(made, apart=draw(st.integers(0, 99)), turns=turns, message=0 if turns > 1 else made.message)
+    return replace(made, direct_sums=draw(st.booleans()))
 
 
 @given(layouts())

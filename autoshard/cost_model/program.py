@@ -40,7 +40,7 @@ IN_PLACE = "_c10d_functional.all_reduce_.default"  # whose result is a piece of 
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 # What is carried out beside the computation until it is waited for: torch's collectives, and those of [Note: Direct] in ops/direct.py.
 GATHER_DIRECT = "autoshard.gather_direct."
-_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.")
+_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.", "autoshard.swap_direct.")
 
 
 @dataclass
