@@ -31,7 +31,7 @@ from autoshard.cost_model.kernels import passing
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.dtypes import dtype_named
 from autoshard.ops import wire
-from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 from autoshard.runtime import processes
 from autoshard.runtime.freed_memory import keep_freed_memory
@@ -40,7 +40,7 @@ from autoshard.runtime.presence import Patience
 PASSES = 3
 SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 IN_A_ROW = 3  # collectives
-BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct")  # whose sends begin in the thread that asks for them
+BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct", "swap_direct")  # whose sends begin in the thread that asks for them
 PACKED = 8  # parameters
 TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
 SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
@@ -357,6 +357,8 @@ def _collectives(device: torch.device, where: Group, group: str) -> Iterable[Row
         if device.type == "cpu":
             calls["gather_direct"] = lambda rows=rows: GATHER_DIRECT(rows, size, group)  # type: ignore[misc]
             calls["exchange_direct"] = lambda whole=whole: EXCHANGE_DIRECT(whole, size, group)  # type: ignore[misc]
+        if device.type == "cpu" and size == 2:
+            calls["swap_direct"] = lambda whole=whole: SWAP_DIRECT(whole, group)  # type: ignore[misc]
         for name, call in calls.items():
             if name in BEGIN_WHERE_ASKED:
                 yield Row(table_name(f"{name}.issue", where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _issued(call)), IN_A_ROW)  # type: ignore[misc]

@@ -33,7 +33,8 @@ from autoshard.runtime.dtensors import taking_rows
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.version import __version__
 
-IN_ORDER = (direct.GATHER_DIRECT, direct.EXCHANGE_DIRECT, GATHER_EARLY, graphs.REDUCE_SPARSE)  # what sends, beside torch's collectives
+# what sends, beside torch's collectives
+IN_ORDER = (direct.GATHER_DIRECT, direct.EXCHANGE_DIRECT, direct.SWAP_DIRECT, GATHER_EARLY, graphs.REDUCE_SPARSE)
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
 _C = TypeVar("_C", bound="Compilation")
 

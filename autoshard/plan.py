@@ -162,6 +162,7 @@ class Plan:
         most: what has more goes by itself, and what has next to nothing with another; 0: all of a group's do.
     direct: gathers of rows, and all-to-alls of their gradients, are sends of each process to each other one; see [Note: Direct] in
         ops/direct.py.
+    direct_sums: so are the sums of gradients over processes that hold the same rows.
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
@@ -185,6 +186,7 @@ class Plan:
     sparse: tuple[str, ...] = ()
     bucket: int = 0
     direct: bool = False
+    direct_sums: bool = False
     message: int = 0
     apart: int = 0
     ahead: int = 1
@@ -204,7 +206,7 @@ class Plan:
             if getattr(self, name) not in legal:
                 said = ", ".join(value or "''" for value in legal)
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: {said}")
-        for name in ("direct", "early", "regions"):
+        for name in ("direct", "direct_sums", "early", "regions"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: true, false")
         for name, (least, what) in _LEAST.items():

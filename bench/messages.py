@@ -29,7 +29,7 @@ import netns  # noqa: E402
 import run as side_by_side  # noqa: E402
 
 from autoshard import torch_internals  # noqa: E402
-from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT  # noqa: E402
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT  # noqa: E402
 
 KIB = 2**10
 SIZES = [KIB << doublings for doublings in range(7, 14)]  # bytes of the whole tensor: 128 KiB to 8 MiB
@@ -54,6 +54,8 @@ def measure() -> Seconds:
             "gather_direct": lambda rows=rows: GATHER_DIRECT(rows, world, group),  # type: ignore[misc]
             "exchange_direct": lambda whole=whole: EXCHANGE_DIRECT(whole, world, group),  # type: ignore[misc]
         }
+        if world == 2:
+            calls["swap_direct"] = lambda whole=whole: SWAP_DIRECT(whole, group)  # type: ignore[misc]
         for name, call in calls.items():
             found.setdefault(name, []).append(statistics.median(_in_a_row(call, TOTAL // size + 1) for _ in range(ROUNDS)))
     return found
@@ -68,9 +70,9 @@ def _in_a_row(call: Callable[[], Tensor], count: int) -> float:
 
 
 def shares(seconds: Seconds, world: int, mbit: int) -> dict[str, list[float]]:
-    """Of the line's rate; an all-reduce sends everything twice."""
+    """Of the line's rate; an all-reduce sends everything twice, a swap all of it at once."""
     def share(name: str, size: int, taken: float) -> float:
-        sent = (2 if name == "all_reduce" else 1) * size * (world - 1) / world
+        sent = (2 if name in ("all_reduce", "swap_direct") else 1) * size * (world - 1) / world
         return sent / (mbit * 1e6 / 8) / taken
 
     return {name: [share(name, size, s) for size, s in zip(SIZES, row)] for name, row in seconds.items()}

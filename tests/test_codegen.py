@@ -72,7 +72,7 @@ def test_another_plan_s_code_is_not_run(fresh_cache: Path) -> None:
     assert len(totals) == 1
 
 
-COLLECTIVE = re.compile(r"(?:^|= )torch\.ops\.(?:autoshard|_c10d_functional)\.(gather_direct|exchange_direct|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce)(?:_out|_)?\b")
+COLLECTIVE = re.compile(r"(?:^|= )torch\.ops\.(?:autoshard|_c10d_functional)\.(gather_direct|exchange_direct|swap_direct|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce)(?:_out|_)?\b")
 
 
 def _sequence(code: str) -> list[str]:

@@ -28,11 +28,12 @@ def test_collectives_on_two_hosts_take_what_was_measured() -> None:
 @pytest.mark.parametrize(("device", "chosen"), [("cpu", "all_to_all"), ("h100", "reduce_scatter")])
 def test_rows_are_summed_where_that_is_faster(device: str, chosen: str) -> None:
     sent = {"cpu": {"gather_direct", "exchange_direct"}, "h100": {"all_gather", "reduce_scatter"}}
+    summed = {"cpu": {"swap_direct"}, "h100": {"all_reduce"}}
     plan = first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(2, 1, DEVICES[device]))
     assert {g.reduction for g in plan.groups} == {chosen}
     assert {t.collective for t in plan.predicted.traffic} == sent[device]
     whole = first_look(nn.Linear(512, 512), Config(zero=0), Cluster(2, 1, DEVICES[device]))
-    assert {t.collective for t in whole.predicted.traffic} == {"all_reduce"}
+    assert {t.collective for t in whole.predicted.traffic} == summed[device]
 
 
 def test_an_all_reduce_goes_before_its_two_halves() -> None:
@@ -47,6 +48,22 @@ def test_a_measured_table_comes_before_the_model() -> None:
     assert {g.reduction for g in plan.groups} == {"reduce_scatter"} and plan.direct
     slow = replace(DEVICES["cpu"], tables={"gather_direct@2": ((1024.0, 1.0), (2.0**30, 2.0))})
     assert not first_look(nn.Linear(512, 512), Config(zero=2, replicate_below=0), Cluster(1, 2, slow)).direct
+
+
+@pytest.mark.parametrize(("nodes", "slow", "direct"), [(2, "swap_direct", False), (2, "all_reduce", True), (4, "gather_direct", False)])
+def test_sums_are_sends_where_these_take_no_longer(nodes: int, slow: str, direct: bool) -> None:
+    device = replace(DEVICES["cpu"], tables={f"{slow}@{nodes}/{nodes}": ((1024.0, 1.0), (2.0**30, 2.0))})
+    for machines, sends in ((Cluster(nodes, 1, device), direct), (Cluster(nodes, 1, DEVICES["cpu"]), True), (Cluster(nodes, 1, DEVICES["h100"]), False)):
+        plan = first_look(nn.Linear(512, 512), Config(zero=0), machines)
+        assert plan.direct_sums is sends and not plan.direct
+    assert not first_look(nn.Linear(512, 512), Config(zero=0, compression="bf16"), Cluster(nodes, 1, DEVICES["cpu"])).direct_sums
+
+
+def test_a_swap_sends_as_much_as_an_all_reduce_of_two() -> None:
+    group, device = Group(2, 2), DEVICES["cpu"]
+    assert collectives.bytes_sent("swap_direct", 2**20, group, device) == collectives.bytes_sent("all_reduce", 2**20, group, device) == 2**20
+    saved = collectives.seconds("all_reduce", 2**20, group, device) - collectives.seconds("swap_direct", 2**20, group, device)
+    assert saved == pytest.approx(device.across.latency)
 
 
 def test_processes_of_nodes_do_not_each_send_to_each() -> None:

@@ -35,7 +35,7 @@ from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.liveness import CATEGORIES
 from autoshard.cost_model.optimizer import NAMED, like, memory
-from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.program import IN_PLACE, Operation, Program
 from autoshard.cost_model.work import Work, flops_of, work_of
 from autoshard.cost_model.workspace import workspace_of
 from autoshard.errors import ClusterError
@@ -243,6 +243,17 @@ def test_what_is_packed_to_travel_is_communication_and_what_comes_of_it_gathered
     by_maker = {kind: {p.category for p in program.pieces if kind in p.maker} for kind in ("pack_shards", "gather_direct", "unpack_full")}
     assert by_maker["pack_shards"] == {"communication"} and by_maker["unpack_full"] == {"gathered"}, by_maker
     assert len([o for o in program.operations if "gather_direct" in o.name]) > 2
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_what_is_summed_in_place_is_there_once(codegen: str) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 2, codegen)
+    program, _, took, _ = forecaster.simulated(_plan(forecaster, 0))
+    sums = [(at, o) for at, o in enumerate(program.operations) if o.name == IN_PLACE]
+    assert sums and took.timeline.communication > 0
+    for at, operation in sums:
+        (packed,), (summed,) = operation.reads, operation.makes
+        assert program.pieces[packed].last < at == program.pieces[summed].made, (at, program.pieces[packed])
 
 
 def test_the_same_input_gives_the_same_plan_byte_by_byte() -> None:

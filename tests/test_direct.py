@@ -1,15 +1,38 @@
-"""Gathers and exchanges by sends of each process to each: what they bring, and in which order."""
+"""Gathers, exchanges and sums by sends of each process to each: what they bring, and in which order."""
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import autoshard
+from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import PlanError
-from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SUM_DIRECT, run_gather
+from autoshard.ops.direct import (
+    EXCHANGE_DIRECT,
+    GATHER_DIRECT,
+    SUM_DIRECT,
+    SUM_SWAPPED,
+    SWAP_DIRECT,
+    run_gather,
+)
+from autoshard.passes import graphs
+from autoshard.plan import Plan
+from autoshard.planning import first_look
+from autoshard.rehearsal import rehearse
 from autoshard.runtime.processes import build_mesh
 from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import measure
+from tests.small import TOLERANCE, config, in_full
+from tests.test_messages import Sum, gradients
 
 _c10d = torch.ops._c10d_functional
 
@@ -44,6 +67,78 @@ def exchanged(dtype: torch.dtype) -> list[bool]:
     mine = [sum(flat.float().view(size, -1)[rank] for flat in of_ranks) for of_ranks in wholes]
     found = [SUM_DIRECT(brought, sent, size, over, torch.float32, group) for over in (1, size)]
     return [torch.equal(one, torch.cat(mine) / over) for one, over in zip(found, (1, size))]
+
+
+def swapped(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Sums of several swaps at once, by 1 and by 3, waited for in another order."""
+    group, size, rank = _group()
+    sent = [_whole(i, rank, size, n).to(dtype) / 3 for i, n in enumerate((3, 0, 70_000))]
+    flying = [SWAP_DIRECT(flat, group) for flat in sent]
+    brought = [_c10d.wait_tensor(flying[i]) for i in (2, 0, 1)]
+    return [SUM_SWAPPED(theirs, sent[i], over, group) for i, theirs in zip((2, 0, 1), brought) for over in (1, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_two_have_is_added_up_by_both(two: Cluster, dtype: torch.dtype) -> None:
+    sums = []
+    for i, n in ((2, 70_000), (0, 3), (1, 0)):
+        first, second = (_whole(i, rank, 2, n).to(dtype) / 3 for rank in range(2))
+        sums += [(first + second) / over for over in (1, 3)]
+    for found in two.run(swapped, dtype):
+        assert all(map(torch.equal, found, sums, strict=True))
+
+
+def _summed(name: str, world: int, options: dict[str, Any]) -> Plan:
+    """A plan that sums by sends."""
+    case = CASES.get(name)
+    model = case.build() if case else Sum()
+    return replace(first_look(model, config(options.pop("zero", 0), **options), Machines(1, world, DEVICES["cpu"])), direct_sums=True)
+
+
+SUMS = [({}, 2), in_full({}, 3), in_full({}, 4), in_full({"zero": 3, "mesh": {"replicate": 2, "shard": 2}}, 4)]
+
+
+@pytest.mark.parametrize(("options", "world"), SUMS)
+def test_sums_of_gradients_have_the_same_bits_on_all(request: pytest.FixtureRequest, options: dict[str, Any], world: int) -> None:
+    """Those of a sum in the order of processes, divided behind it."""
+    processes: Cluster = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[world])
+    plan = _summed("Sum", world, dict(options))
+    for found, own in processes.run(gradients, "auto", {"plan": plan, "replicate_below": "auto"}):
+        mean = sum(own[1:], start=own[0]) / world
+        if options:
+            torch.testing.assert_close(found, mean)
+        else:
+            assert torch.equal(found, mean)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "world"),
+    [
+        ("attention", {}, 2),
+        in_full("attention", {"codegen": "inductor"}, 2),
+        in_full("odd", {}, 3),
+        in_full("odd", {"codegen": "inductor"}, 3),
+        in_full("odd", {"zero": 3, "mesh": {"replicate": 2, "shard": 2}}, 4),
+        in_full("llama", {}, 4),
+    ],
+)
+def test_steps_with_sums_by_sends(request: pytest.FixtureRequest, name: str, options: dict[str, Any], world: int) -> None:
+    """As the unsharded model's, in buckets of a few gradients."""
+    processes: Cluster = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[world])
+    plan = replace(_summed(name, world, dict(options)), bucket=300)
+    codegen = options.get("codegen", "eager")
+    for distance in processes.run(measure, name, config("auto", plan=plan, replicate_below="auto", codegen=codegen)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize(("world", "each"), [(2, ["swap_direct"]), (3, ["exchange_direct", "gather_direct"])])
+def test_a_step_has_the_sums_that_its_plan_says(world: int, each: list[str]) -> None:
+    case, options = CASES["odd"], config("auto", plan=_summed("odd", world, {}), replicate_below="auto")
+    plan = autoshard.plan(case.build(), case.batch(torch.Generator()), options, Machines(1, world, DEVICES["cpu"]))
+    backward = rehearse(capture(case.build(), case.batch(torch.Generator())), plan, inductor=False).backward
+    assert backward is not None
+    made = Counter(node.target.overloadpacket.__name__ for node in backward.graph.nodes if graphs.reduces(node))
+    assert set(made) == set(each) and made == {t.collective: t.messages for t in plan.predicted.traffic}
 
 
 def one_number() -> bool:

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from autoshard.ops import packing, wire
 from autoshard.ops.layout import Layout
@@ -22,7 +24,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     compress = draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
     made = Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction, compress, draw(st.booleans()), draw(st.integers(0, 99)))
     turns = draw(st.integers(1, 3))
-    return replace(made, apart=draw(st.integers(0, 99)), turns=turns, message=0 if turns > 1 else made.message)
+    made = replace(made, apart=draw(st.integers(0, 99)), turns=turns, message=0 if turns > 1 else made.message)
+    return replace(made, direct_sums=draw(st.booleans()))
 
 
 @given(layouts())
@@ -95,6 +98,18 @@ def test_a_reduction_gives_each_process_its_rows_of_the_mean(
         got = wire.unpack_shards(flat, shards, shapes, torch.float32, layout)
         for ours, theirs in zip(got, wanted):
             torch.testing.assert_close(ours, theirs[rank])
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradients_are_divided_as_they_are_packed(size: int, own: torch.dtype) -> None:
+    """In one pass, to the same bits as in two."""
+    layout = Layout("0" if size > 1 else "", size, (), "7", 3)
+    grads = [torch.randn(6, 5).to(own), torch.randn(3, 7).to(own)]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        (flat,) = wire.pack_grads(grads, layout)
+    assert torch.equal(flat, torch.cat([g.view(size, -1) for g in grads], 1).div_(3).view(-1))
+    assert {event.name for event in seen.events()}.isdisjoint({"aten::cat", "aten::div_"})
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=5).map(tuple), st.integers(0, 12))

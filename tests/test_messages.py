@@ -313,7 +313,7 @@ def test_buckets_predicted_are_those_made(name: str, zero: int, options: dict[st
     counts = []
     for bucket in (0, 300):
         plan = _with_bucket(name, zero, 2, bucket, **options)
-        sums = ("all_reduce", "all_to_all", "exchange_direct", "reduce_scatter", *(["all_gather"] if options.get("compression") else []))
+        sums = ("all_reduce", "swap_direct", "all_to_all", "exchange_direct", "reduce_scatter", *(["all_gather"] if options.get("compression") else []))
         counts.append(sum(t.messages for t in plan.predicted.traffic if t.phase == "backward" and t.collective in sums))
         assert counts[-1] == _reductions(name, plan)
     assert (counts[1] > counts[0]) == (zero == 0)

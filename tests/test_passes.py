@@ -314,6 +314,16 @@ def test_what_is_used_on_both_sides_of_no_grad_has_one_gradient() -> None:
     assert reduced.target is passgraphs.REDUCE_GRAD or len(reduced.args[0]) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("mesh", [None, {"replicate": 2, "shard": WORLD // 2}])
+def test_whole_gradients_are_summed_in_the_place_of_what_was_packed(mesh: dict[str, int] | None) -> None:
+    """Which nothing else reads. What an earlier reduction brought is left as it is."""
+    model = Blocks()
+    graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 2 if mesh else 0, mesh=mesh))
+    sums = passgraphs.calls(graphs["backward"], *passgraphs.ALL_REDUCES)
+    assert len(sums) == 4 and {node.target._schema.is_mutable for node in sums} == {mesh is None}  # type: ignore[union-attr]
+    assert all(len(given.users) == 1 and given.op == "call_function" for node in sums for given in node.all_input_nodes)
+
+
 def test_gathers_start_one_bucket_ahead_and_two_reductions_are_on_their_way() -> None:
     model = Blocks()
     graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))

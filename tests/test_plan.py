@@ -92,7 +92,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("name", ["direct", "early", "regions"])
+@pytest.mark.parametrize("name", ["direct", "direct_sums", "early", "regions"])
 def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
     """A text such as "no", edited into a file, is true to Python."""
     text = make_plan(_blocks(), Config(zero=2), _where()).to_json()

@@ -6,7 +6,8 @@ processes.
 ring          every part passes all others: (n-1)/n of b through each process, an all-reduce twice that. A part's way has k-1
               hops between nodes, and the others inside of them.
 tree          an all-reduce to a root and back: all of b twice, in log2(k) hops between nodes and chains inside of them.
-direct        every process sends each other one its part at once, an all-to-all: one hop.
+direct        every process sends each other one its part at once, an all-to-all: one hop. Two of them swap all that they have, which
+              with a sum on both is an all-reduce.
 hierarchical  between the processes that have the same place on their nodes, and inside of the nodes; first where parts are
               small.
 
@@ -26,7 +27,7 @@ from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import look_up
 
 GATHERS = ("all_gather", "gather_direct")  # which are given a part of the whole
-_DIRECT = ("all_to_all", "gather_direct", "exchange_direct")
+_DIRECT = ("all_to_all", "gather_direct", "exchange_direct", "swap_direct")
 _TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
 
 
@@ -46,7 +47,7 @@ class Group:
 
 
 def bytes_sent(collective: str, payload: int, group: Group, device: Device) -> int:
-    """Bytes that each process sends in a ring, for a payload of the whole tensor's bytes."""
+    """Bytes that each process sends in a ring, or in what does the same, for a payload of the whole tensor's bytes."""
     return _rounds(collective, device) * (payload * (group.size - 1) // group.size)
 
 
@@ -109,9 +110,9 @@ def tree(collective: str, payload: int, group: Group, device: Device) -> float:
 
 def direct(collective: str, payload: int, group: Group, device: Device) -> float:
     """Seconds of an all-to-all, which with a local sum makes a reduce-scatter; an all-gather without; an all-reduce of
-    both."""
+    both. Of a swap, where a part is all."""
     near, far = group.per_node - 1, group.size - group.per_node
-    part = payload / group.size
+    part = payload if collective == "swap_direct" else payload / group.size
     hop = device.across.latency if far else device.inside.latency
     at_once = 1 if device.inside.scatters else group.per_node  # processors of a node share its link to others
     moved = max(near * part / device.inside.bandwidth, at_once * far * part / device.across.bandwidth)
@@ -133,7 +134,7 @@ ALGORITHMS: dict[str, Callable[[str, int, Group, Device], float]] = {
 
 def _rounds(collective: str, device: Device) -> int:
     """How often a ring passes the payload round."""
-    twice = collective == "all_reduce" or (collective == "reduce_scatter" and not device.inside.scatters)
+    twice = collective in ("all_reduce", "swap_direct") or (collective == "reduce_scatter" and not device.inside.scatters)
     return 2 if twice else 1
 
 

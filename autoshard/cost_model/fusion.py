@@ -22,7 +22,7 @@ from torch import Tensor
 from autoshard.cost_model.generated import fusible, reduces
 from autoshard.cost_model.grouping import Kernels
 from autoshard.cost_model.inlining import inline
-from autoshard.cost_model.program import ALL_REDUCE, Operation, Piece, Program
+from autoshard.cost_model.program import ALL_REDUCE, IN_PLACE, Operation, Piece, Program
 
 
 def fuse(program: Program) -> Program:
@@ -129,13 +129,14 @@ def _last_of_forward(program: Program) -> int:
 
 def _in_place(out: Program) -> None:
     """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier. An all-reduce is
-    a kernel that copies, and then changes the copy."""
+    in place, or a kernel that copies, and then changes the copy."""
     for at, operation in enumerate(out.operations):
-        if operation.code is None or not (fusible(operation) or operation.name == ALL_REDUCE):
+        generated = operation.code is not None and (fusible(operation) or operation.name == ALL_REDUCE)
+        if not generated and operation.name != IN_PLACE:
             continue
         dying = [p for p in operation.reads if _dies(out.pieces[p], at)]
         for made in operation.makes:
-            over = operation.over[made]
+            over = operation.over.get(made, operation.reads)
             fitting = [p for p in dying if p in over and out.pieces[p].bytes == out.pieces[made].bytes]
             if fitting:
                 dying.remove(fitting[0])

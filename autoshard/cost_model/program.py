@@ -36,10 +36,11 @@ WAIT = "_c10d_functional.wait_tensor.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SPARSE = "autoshard.reduce_sparse.default"
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
+IN_PLACE = "_c10d_functional.all_reduce_.default"  # whose result is a piece of its own too, in the place of what it is given
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 # What is carried out beside the computation until it is waited for: torch's collectives, and those of [Note: Direct] in ops/direct.py.
 GATHER_DIRECT = "autoshard.gather_direct."
-_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.")
+_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.", "autoshard.swap_direct.")
 
 
 @dataclass
@@ -180,8 +181,8 @@ class Writer:
         return value
 
     def _note_flight(self, node: Node, reads: tuple[int, ...], value: Value) -> None:
-        """What a collective reads stays until somebody has waited; but of an all-reduce, for which generated code makes a copy and
-        reduces in that (see `fusion`). gloo (2.13) reduces in a copy that stays instead (or
+        """What a collective reads stays until somebody has waited; but of an all-reduce, which is in place, or for which generated code
+        makes a copy and reduces in that (see `fusion`). gloo (2.13) reduces in a copy that stays instead (or
         besides: generated code holds what it gives to a collective), and gathers into a tensor of its own, which it copies
         from at the end. A direct gather sends from what it makes, so that only generated code holds what it was given."""
         at, name = len(self.program.operations) - 1, str(node.target)
@@ -189,7 +190,9 @@ class Writer:
             self.program.keep(self._in_flight.pop(value, ()), at)
         elif is_collective(node):
             of_a_copy = name.startswith(GATHER_DIRECT) if self._code is None else name == ALL_REDUCE
-            self._in_flight[value] = () if of_a_copy else reads
+            self._in_flight[value] = () if of_a_copy or name == IN_PLACE else reads
+            for given in reads if name == IN_PLACE else ():
+                self.program.pieces[given].last = at - 1
             source: Any = node.args[0]
             if name == REDUCE_SCATTER and not self.scatters:
                 copied = self.program.add(bytes_of(source.meta["val"]), "communication", at, at, node.name)
@@ -218,9 +221,11 @@ def _shared(node: Node, reads: tuple[int, ...]) -> Value:
 
 
 def aliased(node: Node) -> Literal["view", "write"] | None:
-    """Whether the result is a view of the first input, or that input, written to; None for memory of its own."""
+    """Whether the result is a view of the first input, or that input, written to; None for a piece of its own."""
     if str(node.target) in _VIEWS:
         return "view"
+    if str(node.target) == IN_PLACE:
+        return None
     if str(node.target) == WAIT:
         return "write"
     returns = getattr(getattr(node.target, "_schema", None), "returns", None)

@@ -23,7 +23,7 @@ class GroupCost:
 
     elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
     at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of
-    the gradients that are reduced together. Degrees, reduction, direct, message and node as in the plan. apart: elements of each parameter
+    the gradients that are reduced together. Degrees, reduction, direct, direct_sums, message and node as in the plan. apart: elements of each parameter
     that is gathered by itself. replicas: processes that hold the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
     for which `residue` are kept. sparse: of how many elements the gradients travel as rows that were looked up, of each embedding
     `rows` elements of a process.
@@ -42,6 +42,7 @@ class GroupCost:
     compress_itemsize: int = 0
     buckets: tuple[int, ...] = ()
     direct: bool = False
+    direct_sums: bool = False
     message: int = 0
     node: int = 0
     apart: tuple[int, ...] = ()
@@ -65,6 +66,15 @@ class GroupCost:
     def scatter(self) -> str:
         """That which brings rows of gradients."""
         return "exchange_direct" if self.direct and self.reduction == "all_to_all" else self.reduction
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Those that sum over the processes that hold the same rows, one after the other."""
+        if self.compressed:
+            return "all_to_all", "all_gather"
+        if not self.direct_sums:
+            return ("all_reduce",)
+        return ("swap_direct",) if self.replicas == 2 else ("exchange_direct", "gather_direct")
 
     @property
     def reduced_bytes(self) -> int:
@@ -163,8 +173,18 @@ def _reductions(g: GroupCost, payload: int, cluster: Cluster) -> Iterable[tuple[
         inside = len(steps) > 1 and part == 1
         yield g.scatter, payload // part, over, 0 if inside else g.message // part
     if payload and g.replicas > 1:
-        for collective in ("all_to_all", "all_gather") if g.compressed else ("all_reduce",):
-            yield collective, payload // g.optimizer_degree, cluster.group(g.replicas, g.optimizer_degree), 0
+        yield from _sums(g, payload, cluster)
+
+
+def _sums(g: GroupCost, payload: int, cluster: Cluster) -> Iterable[tuple[str, int, Group, int]]:
+    """The same of the sum over the processes that hold the same rows."""
+    for collective in g.sums:
+        yield collective, payload // g.optimizer_degree, cluster.group(g.replicas, g.optimizer_degree), 0
+
+
+def sum_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:
+    """What that takes."""
+    return sum(_seconds(*each, cluster)[1] for each in _sums(g, payload, cluster))
 
 
 def reduction_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:

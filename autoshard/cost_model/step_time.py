@@ -26,6 +26,7 @@ _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "all_reduce_": "all_reduce",
     "broadcast": "all_reduce",  # at most
 }
 

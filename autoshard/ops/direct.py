@@ -1,11 +1,16 @@
-"""`autoshard::gather_direct` and `exchange_direct`: an all-gather and an all-to-all in which each process sends every other one its part.
+"""`autoshard::gather_direct`, `exchange_direct` and `swap_direct`: an all-gather, an all-to-all, and what two processes need for an
+all-reduce, in which each process sends every other one its part.
 
 [Note: Direct] A gather of gloo's brings what arrives into a tensor of its own and copies it out at the end, a worker thread waits for
 each, and what it sends stands in front of what it is to receive. Its sends and receives move bytes between the tensors that they are
 given. So each process asks for all that it is to receive and offers all that it sends, and goes on; `wait_tensor` of the result waits
 for all of it, as for a collective of torch's. Of one process's messages to another the first arrives first, so the order of collectives
 says what belongs together. Nothing is sent out of memory that somebody may write to before it has gone: a gather sends its own copy,
-and what an exchange sends `sum_direct` reads when it has arrived.
+and what an exchange or a swap sends is read once more, to be added up, when the other's has arrived.
+
+An all-reduce over more than two processes is an exchange, a sum of one's own part, and a gather of these: as many bytes as in a ring.
+Two of them swap all that they have, as many bytes too, and both add up. Each sum is made once, or by both in one order: so it has
+the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from autoshard import torch_internals
 from autoshard.errors import PlanError
 from autoshard.ops.define import define
 
-GATHERS, EXCHANGES = 1, 2  # tags; 0 is what a loop's own sends have
+GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # tags; 0 is what a loop's own sends have
 
 
 def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
@@ -41,6 +46,21 @@ def run_exchange(flat: Tensor, size: int, group: str) -> Tensor:
     brought = flat.new_empty(flat.numel() - sent[own].numel())
     _post(over, brought, _by_process(brought, sent, own), sent, EXCHANGES)
     return brought
+
+
+def run_swap(flat: Tensor, group: str) -> Tensor:
+    """What the other one of two processes has in its `flat`: to be waited for."""
+    over, sent = _group(group, flat), flat.contiguous()
+    brought = torch.empty_like(sent)
+    _post(over, brought, [brought] * 2, [sent] * 2, SWAPS)
+    return brought
+
+
+def run_sum_swapped(brought: Tensor, sent: Tensor, over: int, group: str) -> Tensor:
+    """The sum of what a swap of `sent` has brought and of that, in the order of the two processes, by `over`."""
+    first, second = (sent, brought) if _group(group, sent).rank() == 0 else (brought, sent)
+    found = torch.add(first, second)
+    return found.div_(over) if over > 1 else found
 
 
 def run_sum(brought: Sequence[Tensor], sent: Sequence[Tensor], size: int, over: int, dtype: torch.dtype, group: str) -> Tensor:
@@ -71,7 +91,8 @@ def _add_up(parts: Sequence[Tensor], place: Tensor) -> None:
 
 def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
     if tensor.device.type != "cpu":
-        raise PlanError(f"plan: direct: True is not legal where tensors are on {tensor.device.type!r}; legal: on 'cpu', over gloo")
+        where = f"where tensors are on {tensor.device.type!r}, nor is direct_sums; legal: on 'cpu', over gloo"
+        raise PlanError(f"plan: direct: True is not legal {where}")
     return torch_internals.group_named(name)
 
 
@@ -99,6 +120,18 @@ EXCHANGE_DIRECT: Any = define(
     run_exchange,
     lambda flat, size, group: flat.new_empty(flat.numel() - flat.numel() // size),
 )
+SWAP_DIRECT: Any = define(
+    "swap_direct",
+    "(Tensor flat, str group) -> Tensor",
+    run_swap,
+    lambda flat, group: flat.new_empty(flat.shape),
+)
+SUM_SWAPPED: Any = define(
+    "sum_swapped",
+    "(Tensor brought, Tensor sent, SymInt over, str group) -> Tensor",
+    run_sum_swapped,
+    lambda brought, sent, over, group: sent.new_empty(sent.shape),
+)
 SUM_DIRECT: Any = define(
     "sum_direct",
     "(Tensor[] brought, Tensor[] sent, SymInt size, SymInt over, ScalarType dtype, str group) -> Tensor",
@@ -107,4 +140,10 @@ SUM_DIRECT: Any = define(
 )
 
 # Graphs that are run op by op call these instead, see `block.DIRECT`.
-DIRECT: dict[Any, Callable[..., Any]] = {GATHER_DIRECT: run_gather, EXCHANGE_DIRECT: run_exchange, SUM_DIRECT: run_sum}
+DIRECT: dict[Any, Callable[..., Any]] = {
+    GATHER_DIRECT: run_gather,
+    EXCHANGE_DIRECT: run_exchange,
+    SWAP_DIRECT: run_swap,
+    SUM_DIRECT: run_sum,
+    SUM_SWAPPED: run_sum_swapped,
+}

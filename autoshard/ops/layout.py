@@ -35,6 +35,7 @@ class Layout:
     compress: dtype in which gradients travel, whatever they are summed in; None: that of the sum.
     direct, message, apart, node: as in `Plan`. inside, across: the process groups of a node's processes, and of those that have the same
         place on their nodes; "" where there is no node. See `levels`.
+    direct_sums: as in `Plan`, of the sums over `replicas`.
     low_rank: how many columns the matrices have that travel in the place of its gradient; 0: that itself travels.
     turns: how many chunks a process of `group` has of a parameter: those whose number is its own, and every `size`-th behind.
     """
@@ -56,6 +57,7 @@ class Layout:
     across: str = ""
     turns: int = 1
     low_rank: int = 0
+    direct_sums: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -78,10 +80,11 @@ class Layout:
         return self.compress is None and self.mean_over > 1 and not self.divides_sums(dtype)
 
     def divides_sums(self, dtype: torch.dtype) -> bool:
-        """Whether sums of gradients of this dtype are divided instead, which are fewer: where this process makes them, and none is too
-        large for fp16."""
-        here = self.direct and self.reduction == "all_to_all" and not self.replicas and self.compress is None
-        return here and self.travels(dtype) != torch.float16
+        """Whether sums of gradients of this dtype are divided instead, which are fewer, or were not copied before: where this process
+        makes them, and none is too large for fp16."""
+        of_rows = self.direct and self.reduction == "all_to_all" and not self.replicas
+        here = of_rows if self.sharded else self.direct_sums
+        return here and self.compress is None and self.travels(dtype) != torch.float16
 
     def travels(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of this one go to be summed."""
@@ -131,6 +134,7 @@ class Layout:
             "across": self.across,
             "turns": self.turns if self.turns > 1 else "",
             "low_rank": self.low_rank or "",
+            "direct_sums": self.direct_sums or "",
         }
         return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
 
@@ -158,6 +162,7 @@ class Layout:
             across=fields.get("across", ""),
             turns=int(fields.get("turns", 1)),
             low_rank=int(fields.get("low_rank", 0)),
+            direct_sums="direct_sums" in fields,
         )
 
 
@@ -196,6 +201,7 @@ def layout_of(
         inside=name_of([INSIDE]) if node else "",
         across=name_of([ACROSS]) if node else "",
         low_rank=plan.low_rank if plan.low_rank and goes_low_rank(shape, plan.low_rank) else 0,
+        direct_sums=plan.direct_sums,
     )
 
 

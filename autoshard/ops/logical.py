@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoshard.ops import low_rank, packing, wire
-from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SUM_DIRECT
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SUM_DIRECT, SUM_SWAPPED, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 
 _c10d = torch.ops._c10d_functional
@@ -65,7 +65,13 @@ def _mean(grads: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor
     carried = flats[0].dtype
     summed = carried if layout.replicas else torch.promote_types(carried, dtype)
     flat = _scatter_sum(flats, summed, layout) if layout.sharded else flats[0]
-    return _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.replicas)) if layout.replicas else flat
+    if not layout.replicas:
+        return flat
+    if layout.direct_sums:
+        return _sum_of_copies(flat, layout.mean_over if layout.divides_sums(grads[0].dtype) else 1, layout)
+    packed = not layout.sharded and layout.divides(grads[0].dtype)  # for this sum alone; a gradient itself somebody else may read
+    reduce = _c10d.all_reduce_ if packed else _c10d.all_reduce
+    return _c10d.wait_tensor(reduce(flat, "sum", layout.replicas))  # type: ignore[no-any-return]
 
 
 def _all(flying: Sequence[Tensor]) -> list[Tensor]:
@@ -97,6 +103,22 @@ def _sum_over(flats: Sequence[Tensor], dtype: torch.dtype, size: int, group: str
     return packing.sum_rows(_all(flying), size, dtype)
 
 
+def _sum_of_copies(flat: Tensor, over: int, layout: Layout) -> Tensor:
+    """The sum over the processes that hold the same rows, by `over`, by sends of each to each."""
+    copies, group = layout.copies, layout.replicas
+    if copies == 2:
+        return SUM_SWAPPED(_c10d.wait_tensor(SWAP_DIRECT(flat, group)), flat, over, group)  # type: ignore[no-any-return]
+    sent = _in_parts(flat, copies)
+    brought = _c10d.wait_tensor(EXCHANGE_DIRECT(sent, copies, group))
+    part = SUM_DIRECT([brought], [sent], copies, over, flat.dtype, group)
+    return _c10d.wait_tensor(GATHER_DIRECT(part, copies, group))[: flat.numel()]  # type: ignore[no-any-return]
+
+
+def _in_parts(flat: Tensor, count: int) -> Tensor:
+    """With zeros behind it, to be parted into so many equal ones."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % count)) if flat.numel() % count else flat
+
+
 def _mean_of_compressed(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:
     """This process's rows of the mean, of what travels in fewer bits than `dtype`, in which every process sums. Copies of the same
     rows are made equal again by what one of them has of the mean, so in those bits."""
@@ -104,8 +126,7 @@ def _mean_of_compressed(flats: Sequence[Tensor], dtype: torch.dtype, layout: Lay
     if not layout.replicas:
         return flat
     elements, copies = flat.numel(), layout.copies
-    flat = flat.to(layout.compress)
-    flat = torch.nn.functional.pad(flat, (0, -elements % copies)) if elements % copies else flat
+    flat = _in_parts(flat.to(layout.compress), copies)
     part = (_sum_over([flat], dtype, copies, layout.replicas) / copies).to(layout.compress)
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, copies, layout.replicas))
     return whole[:elements]

@@ -1,4 +1,5 @@
-"""Decision: whether rows go from each process to each by sends and receives, in the place of the transport's own gathers and all-to-alls.
+"""Decision: whether rows go from each process to each by sends and receives, in the place of the transport's own gathers and
+all-to-alls; and whether sums over processes that hold the same rows do, in the place of its all-reduces.
 
 gloo's copy once more than that and bring fewer bytes a second; its ring passes what several processes of a node share once between
 nodes, where each would be sent its own. NCCL's collectives are better than what we could write."""
@@ -18,6 +19,14 @@ def choose_direct(largest: GroupCost, cluster: Cluster) -> bool:
     if cluster.device.inside.scatters or largest.optimizer_degree == 1:
         return False
     return round_trip(replace(largest, direct=True), cluster) <= round_trip(replace(largest, direct=False), cluster)
+
+
+def choose_direct_sums(largest: GroupCost, cluster: Cluster) -> bool:
+    """True if the sum of the largest group's gradients takes no longer by them."""
+    if cluster.device.inside.scatters or not largest.reduced_bytes:
+        return False
+    direct, usual = (step.sum_seconds(replace(largest, direct_sums=by), largest.reduced_bytes, cluster) for by in (True, False))
+    return direct <= usual
 
 
 def round_trip(cost: GroupCost, cluster: Cluster) -> float:

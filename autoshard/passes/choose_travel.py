@@ -12,7 +12,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.errors import ConfigError
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_bucket import choose_bucket
-from autoshard.passes.choose_direct import choose_direct
+from autoshard.passes.choose_direct import choose_direct, choose_direct_sums
 from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
 from autoshard.passes.choose_message import choose_apart, choose_message
 from autoshard.passes.choose_reduction import choose_reduction
@@ -26,7 +26,8 @@ from autoshard.units import bytes_text, counted
 def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy: str) -> Plan:
     """The plan with all of that. hierarchy: as in `Config`; ConfigError if that is not possible here."""
     plan = _with_direct(_with_hierarchy(plan, inventory, cluster, hierarchy), inventory, cluster)
-    plan = _with_messages(_with_reductions(plan, inventory, cluster), inventory, cluster)
+    plan = _with_direct_sums(_with_reductions(plan, inventory, cluster), inventory, cluster)
+    plan = _with_messages(plan, inventory, cluster)
     plan = _with_sparse(_with_some_apart(plan, inventory, cluster), inventory, cluster)
     return _with_buckets(plan, inventory, cluster)
 
@@ -36,6 +37,16 @@ def _with_direct(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     if largest is None or not choose_direct(largest, cluster):
         return plan
     return replace(plan, direct=True).because("each process sends each other one its rows, and sums what it gets of gradients: less to copy than for gloo's collectives")
+
+
+def _with_direct_sums(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    """What is compressed each process sums already, and what is thin is too little."""
+    summed = (cost for cost in costs_of(plan, inventory) if cost.replicas > 1)
+    largest = max(summed, key=lambda cost: cost.reduced_bytes, default=None)
+    if plan.compression or plan.low_rank or largest is None or not choose_direct_sums(largest, cluster):
+        return plan
+    why = "sums over processes that hold the same rows are sends of each to each, which add up themselves: less to copy than in gloo's"
+    return replace(plan, direct_sums=True).because(f"{why} all-reduces")
 
 
 def _with_reductions(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:

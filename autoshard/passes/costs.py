@@ -42,6 +42,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         compress_itemsize=_itemsize(plan.compression, 0),
         buckets=_buckets(0 if group.degrees.optimizer > 1 else plan.bucket, [p for p in trained if p not in thinned and p not in sparse], compute),
         direct=plan.direct and group.degrees.optimizer > 1,
+        direct_sums=plan.direct_sums,
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
         apart=_apart(plan, group, infos),

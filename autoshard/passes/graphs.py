@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard import torch_internals
 from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
 from autoshard.ops.collectives import Op
-from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT
+from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 from autoshard.passes import choose_blocks
 
@@ -35,12 +35,13 @@ BLOCK = torch.ops.autoshard.block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 TRANSFORMS = ("vmap", "grad", "jvp")
 
-WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is written to
+WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is written to, until it is lowered
 _TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 _c10d = torch.ops._c10d_functional
 GATHERS = frozenset({_c10d.all_gather_into_tensor.default, GATHER_DIRECT})
+ALL_REDUCES = frozenset({_c10d.all_reduce.default, _c10d.all_reduce_.default})
 REDUCTIONS = frozenset(
-    {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, EXCHANGE_DIRECT, _c10d.all_reduce.default}
+    {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, EXCHANGE_DIRECT, SWAP_DIRECT, *ALL_REDUCES}
 )
 
 
