@@ -23,7 +23,8 @@ def alive(cls: type[_T]) -> list[_T]:
 def _kinds(cls: type) -> Iterator[type]:
     """`cls` and what inherits from it, not what an abstract class takes for a subclass."""
     yield cls
-    for kind in type.__subclasses__(cls):
+    inheriting: list[type] = type.__subclasses__(cls)
+    for kind in inheriting:
         yield from _kinds(kind)
 
 
