@@ -31,7 +31,7 @@ from autoshard.passes.base import Context, Stage
 from autoshard.plan import Plan
 
 PREFIX = "block_"
-POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the blocks that it is
+POLICY, BLOCKS, COPIES = "recompute", "blocks", "copies"  # in the meta of an outlined graph: see [Note: Policies], `_copies`; the blocks that it is
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
 MODES = ("autocast", "inference_mode", "dual_level", *graphs.TRANSFORMS)  # that a graph enters and leaves
 # What transforms of functions call besides; nothing outside of them depends on it:
@@ -61,10 +61,10 @@ class OutlineBlocks:
         for runs in repeated:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
-                _outline(gm, same, policy, tuple(run.block or "" for run in same))
+                _outline(gm, same, policy, tuple(run.block or "" for run in same), context.plan)
         for run in _stretches(gm, context.plan) if repeated else ():
             if run.closed and run.uses_parameters(context):
-                _outline(gm, [run], "none", ())
+                _outline(gm, [run], "none", (), context.plan)
         return gm
 
 
@@ -73,13 +73,21 @@ def is_block(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(PREFIX)
 
 
-def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...]) -> None:
+def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...], plan: Plan) -> None:
     name = PREFIX + hashlib.sha256(f"{runs[0].key} {policy}".encode()).hexdigest()[:12]
     body = runs[0].outlined()
-    body.meta[POLICY], body.meta[BLOCKS] = policy, blocks
+    body.meta[POLICY], body.meta[BLOCKS], body.meta[COPIES] = policy, blocks, frozenset(_copies(runs, plan))
     gm.add_submodule(name, body)
     for run in runs:
         run.replace_by_call(name)
+
+
+def _copies(runs: list[Run], plan: Plan) -> Iterator[int]:
+    """Which inputs are, of one of the runs at least, gathered copies that are not kept for backward."""
+    for run in runs:
+        for i, node in enumerate(run.inputs):
+            if graphs.is_call(node, graphs.UNSHARD) and plan.group_of[str(node.args[3])].degrees.parameter > 1:
+                yield i
 
 
 @dataclass(frozen=True, eq=False)
