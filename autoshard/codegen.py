@@ -25,7 +25,8 @@ from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
-from autoshard.passes.outline_blocks import POLICY
+from autoshard.passes.outline_blocks import COPIES, POLICY
+from autoshard.passes.regather import keep_mixed
 from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
 from autoshard.passes.take_whole import Whole, put_unshards, wholes
@@ -124,7 +125,14 @@ class Compilation:
     def differentiate(self, block: GraphModule, inputs: list[Any]) -> Halves:
         """The halves of one block."""
         with torch_internals.Tracing.here().entered():
-            return self.cut_block(self.trace(block, inputs), block.meta[POLICY])
+            return self.cut_block(self.trace_block(block, inputs), block.meta[POLICY])
+
+    def trace_block(self, block: GraphModule, inputs: list[Any]) -> Joint:
+        """A block's forward and backward in one; see [Note: Mixed with copies]."""
+        joint = self.trace(block, inputs)
+        places = joint.graph.graph.find_nodes(op="placeholder")
+        keep_mixed(joint.graph, [n for n in places if torch_internals.input_position(n) in block.meta[COPIES]])
+        return joint
 
     def cut_block(self, joint: Joint, policy: str) -> Halves:
         """The halves of one block, whose views are not saved beside what they are views of."""

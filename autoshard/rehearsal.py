@@ -123,7 +123,7 @@ class _Rehearsal(Compilation):
         kinds: list[Kind] = []
 
         def differentiate(body: GraphModule, given: list[Any]) -> Halves:
-            joint = self.trace(body, given)
+            joint = self.trace_block(body, given)
             kinds.append(Kind(joint.copied(), body.meta[BLOCKS]))
             return self.cut_block(joint, body.meta[POLICY])
 

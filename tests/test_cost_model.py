@@ -256,6 +256,15 @@ def test_what_is_summed_in_place_is_there_once(codegen: str) -> None:
         assert program.pieces[packed].last < at == program.pieces[summed].made, (at, program.pieces[packed])
 
 
+def test_a_step_has_rows_of_uneven_gradients_beside_what_travels() -> None:
+    """The head's alone, of 10 rows: 3 for each of 4 processes."""
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    program, *_ = forecaster.simulated(_plan(forecaster, 2))
+    rows = [p for p in program.pieces if "rows_by_rank" in p.maker]
+    assert sum(p.bytes for p in rows) == 4 * 3 * 4 * (512 + 1) and {p.category for p in rows} == {"communication"}
+    assert all(work_of(o).kind == "pack" for o in program.operations if "rows_by_rank" in o.name)
+
+
 def test_the_same_input_gives_the_same_plan_byte_by_byte() -> None:
     texts = [_plan(_forecaster(Net(), torch.randn(4, 3, 8, 8), 4), "auto").to_json() for _ in range(2)]
     assert texts[0] == texts[1] and '"place": "' in texts[0]

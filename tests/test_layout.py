@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,20 @@ def test_what_graphs_do_is_what_the_wire_says(
     added = packing.sum_rows(reduced, layout.size, own)
     for real, fake in zip((*sent, *reduced, added, *whole), (*told[0], *told[1], told_sum, *told_full), strict=True):
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+def _copies(function: Callable[..., Any], *args: Any) -> int:
+    with torch.profiler.profile() as profiler:
+        function(*args)
+    return sum(event.name == "aten::copy_" for event in profiler.events())
+
+
+def test_an_uneven_parameter_has_the_others_copied_no_more_often() -> None:
+    """One copy of what lies as it travels, one a process of what does not; on the way out only those."""
+    layout, shapes = Layout("0", 4, (), "", 4), ((8, 3), (7, 3), (4, 2))
+    full = [torch.randn(s) for s in shapes]
+    rows = [_rows(f, layout) for f in full]
+    gathered = _as_gathered([wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(4)])
+    assert all(map(torch.equal, wire.unpack_full(gathered, shapes, layout), full))
+    assert _copies(wire.unpack_full, gathered, shapes, layout) == 1 + 4 + 1
+    assert _copies(wire.pack_grads, full, layout) == _copies(packing.pack_grads, full, layout) == 4

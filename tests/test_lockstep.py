@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -171,6 +172,50 @@ def test_processes_whose_losses_take_other_heads_are_told(two: Cluster) -> None:
     said = two.answers(take_heads, [[0, 0], [1, 1], [0, 0], [0, 1]])
     assert [kind for kind, _ in said] == ["error", "error"]
     assert "DisagreementError" in [name for _, (name, _, _) in said]
+
+
+class Looking(nn.Module):
+    """Rows of plain parameters, in blocks and before them."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList(torch.randn(64, 8) for _ in range(2))
+        self.layers, self.head = nn.ModuleList(Rows() for _ in range(blocks)), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.tables[0][ids]) * torch.sigmoid(self.tables[1][ids])
+        for layer in self.layers:
+            x = layer(x, ids)
+        return self.head(x).pow(2).mean()
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.line = nn.Parameter(torch.randn(64, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x + torch.tanh(self.line(x)) + torch.tanh(self.table[ids])
+
+
+def batches_of_other_lengths(recompute: str, blocks: int, codegen: str) -> float:
+    """The largest difference from one process's gradients, of batches of another length on each process, shorter and longer than
+    the tables that are looked up in."""
+    model, plain, compiled = compiled_pair(config(3, recompute=recompute, codegen=codegen), partial(Looking, blocks))
+    for lengths in ((3, 200), (200, 3), (9, 5)):
+        ids = [torch.randint(64, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+        compiled(ids[dist.get_rank()]).backward()
+        for each in ids:
+            (plain(each) / len(ids)).backward()
+    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in zip(model.parameters(), plain.parameters()))  # type: ignore[arg-type, operator]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "blocks", "codegen"),
+    [("none", 2, "eager"), ("selective", 2, "eager"), ("full", 2, "eager"), ("auto", 2, "eager"), ("none", 8, "eager"), in_full("none", 2, "inductor"), in_full("none", 8, "inductor")],
+)
+def test_batches_of_other_lengths_have_the_same_gathered_again(two: Cluster, recompute: str, blocks: int, codegen: str) -> None:
+    assert max(two.run(batches_of_other_lengths, recompute, blocks, codegen)) < 1e-6
 
 
 def skip_backward(skipping: list[int]) -> None:

@@ -240,6 +240,42 @@ def test_a_sum_of_early_matmuls_and_more_is_rewritten_step_by_step() -> None:
     assert torch.equal(expected, gm(a, b))
 
 
+class Looking(nn.Module):
+    """Takes rows of a plain parameter by what comes in, and adds another to what it computes; backward needs what became of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.shift, self.line = nn.Parameter(torch.randn(512, 8)), nn.Parameter(torch.randn(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x + torch.tanh(torch.sigmoid(self.table[ids]).sin() * 2) + torch.sigmoid(self.line(x).sin() + self.shift).sin()
+
+
+class Tables(nn.Module):
+    def __init__(self, blocks: int = 3, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.table, self.checkpointed = nn.Parameter(torch.randn(512, 8)), checkpointed
+        self.layers, self.head = nn.ModuleList(Looking() for _ in range(blocks)), nn.Linear(8, 512)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.table[ids])
+        for layer in self.layers:
+            x = checkpoint(layer, x, ids, use_reentrant=False) if self.checkpointed else layer(x, ids)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize(("blocks", "checkpointed"), [(3, False), (3, True), (8, False)])
+def test_what_is_gathered_again_is_the_same_for_batches_of_all_sizes(blocks: int, checkpointed: bool, policy: str) -> None:
+    found = []
+    for tokens in (1, 10, 1000):
+        model = Tables(blocks, checkpointed)
+        plan = replace(plan_for(model, 3), recompute=tuple((f"layers.{i}", policy) for i in range(blocks)) * (policy != "none"))
+        graphs = rewritten(model, torch.zeros(tokens, dtype=torch.long), plan)
+        found.append([collectives(graphs[phase]) for phase in ("forward", "backward")])
+    assert found[0] == found[1] == found[2]
+
+
 class Regions(Blocks):
     """Blocks, each in an activation-checkpoint region that also uses one shared layer."""
 

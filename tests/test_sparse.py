@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -47,6 +49,23 @@ class Words(nn.Module):
         return found + self.words.weight.square().sum() if use == "and summed" else found
 
 
+class Deep(Words):
+    """Whose embeddings are around blocks that are a graph of their own, or of which there are as many as of blocks that are."""
+
+    def __init__(self, tables: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(8 - tables))
+        self.tables = nn.ModuleList(nn.Embedding(3000, 16) for _ in range(tables))
+
+    def forward(self, tokens: Tensor, use: Use = "looked up") -> Tensor:
+        x = self.words(tokens)
+        for table in self.tables:
+            x = x + table(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean() + (self.words.weight.square().sum() if use == "and summed" else 0)
+
+
 def planned(**options: Any) -> Plan:
     return autoshard.plan(Words(), torch.zeros(2, 8, dtype=torch.long), config(0, **options), HOSTS)
 
@@ -55,10 +74,12 @@ def tokens(rank: int, length: int) -> Tensor:
     return torch.randint(3000, (2, length), generator=torch.Generator().manual_seed(rank))
 
 
-def distance(plan: Plan, codegen: str, lengths: list[int], uses: list[Use], waits: bool = False) -> tuple[float, list[str]]:
+def distance(
+    plan: Plan, codegen: str, lengths: list[int], uses: list[Use], waits: bool = False, build: Callable[[], nn.Module] = Words
+) -> tuple[float, list[str]]:
     """How far gradients of the compiled model are from the mean of the processes' own, at most, and which collectives were called
     in its backward. waits: one backward before communicates nothing."""
-    rank, model = dist.get_rank(), rank0_copy(Words())
+    rank, model = dist.get_rank(), rank0_copy(build())
     plain = rank0_copy(model)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, codegen=codegen, replicate_below="auto")))
     compiled(tokens(9, 8))
@@ -74,7 +95,7 @@ def distance(plan: Plan, codegen: str, lengths: list[int], uses: list[Use], wait
         if waits:
             (plain(tokens(other, length)) / scale).backward()
     pairs = zip(model.parameters(), plain.parameters())
-    far = max(float((own.grad - whole.grad).abs().max() / whole.grad.abs().max()) for own, whole in pairs)
+    far = max(float((own.grad - whole.grad).abs().max() / whole.grad.abs().max()) for own, whole in pairs if whole.grad is not None)
     return far, [e.name for e in profiler.events() if e.name.startswith("_c10d_functional::all")]
 
 
@@ -107,6 +128,21 @@ def test_what_waited_is_in_the_mean(two: Cluster, codegen: str) -> None:
     """Of one embedding by rows and one that goes whole."""
     for far, _ in two.run(distance, planned(), codegen, [8, 5], LOOKED_UP, True):
         assert far < 1e-5
+
+
+DEEP: list[tuple[int, list[Use], int]] = [(0, LOOKED_UP, 2), (0, ["looked up", "and summed"], 1), (8, LOOKED_UP, 18)]
+
+
+@pytest.mark.parametrize(("tables", "uses", "gathers"), DEEP)
+def test_rows_travel_of_embeddings_around_blocks_that_are_graphs(two: Cluster, tables: int, uses: list[Use], gathers: int) -> None:
+    """And of embeddings as many and as much alike as such blocks."""
+    build = partial(Deep, tables)
+    plan = autoshard.plan(build(), torch.zeros(2, 8, dtype=torch.long), config(0), HOSTS)
+    assert "words.weight" in plan.sparse
+    plan = replace(plan, sparse=("words.weight", *(f"tables.{i}.weight" for i in range(tables))))
+    for far, called in two.run(distance, plan, "eager", [8, 5], uses, False, build):
+        assert far < 1e-5
+        assert sum("all_gather" in name for name in called) == gathers, called
 
 
 @pytest.mark.full

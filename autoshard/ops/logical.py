@@ -3,7 +3,7 @@
 `unshard` turns a shard into the whole parameter; its gradient is `reduce_grad`, which turns a whole local
 gradient into this process's rows of the mean. `unshard_bucket` and `reduce_bucket` are the same for several
 parameters in one message. `hold` and `add_held` are identities in forward that divert or complete a gradient
-(accumulation without communication). `replicate_buffers` makes rank 0's values everyone's. `low_rank` (ops/low_rank.py) is an
+(accumulation without communication); the gradient of `add_held` is `complete_grad`. `replicate_buffers` makes rank 0's values everyone's. `low_rank` (ops/low_rank.py) is an
 identity too, behind which the gradient is the mean already.
 
 [Note: Kernels and lowering] The functions of `DEFINITIONS` say what each op is in terms of functional
@@ -142,6 +142,11 @@ def _define_reduce_grad(
     return _define_reduce_bucket([grad], name, shape, [len(shape)], dtype, layout)[0]
 
 
+def _define_complete_grad(grad: Tensor, held: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(grad.dtype, held.dtype), dtype)
+    return (grad.to(wide) + held.to(wide)).to(dtype)
+
+
 def _define_replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
     flat = torch.cat([v.reshape(-1) for v in values])
     flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, group))
@@ -201,6 +206,13 @@ def add_held(full: Tensor, held: Tensor) -> Tensor:
     return full.clone()
 
 
+@torch.library.custom_op("autoshard::complete_grad", mutates_args=())
+def complete_grad(grad: Tensor, held: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of a gradient and of what waited, added in the widest of all three dtypes, in `dtype`: the gradient's as autograd
+    has it, that which it travels in behind `widen_held`."""
+    return _define_complete_grad(grad, held, dtype)
+
+
 @unshard.register_fake
 def _(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
     return shard.new_empty(shape, dtype=Layout.parse(layout).compute or shard.dtype)
@@ -244,6 +256,11 @@ def _(full: Tensor, other: Tensor) -> Tensor:
     return torch.empty_like(full)
 
 
+@complete_grad.register_fake
+def _(grad: Tensor, held: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(grad, dtype=dtype)
+
+
 def _unshard_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, _, ctx.layout, ctx.param = inputs
     ctx.shard_shape, ctx.dtype = list(shard.shape), shard.dtype
@@ -262,7 +279,7 @@ hold.register_autograd(
     setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[1].dtype),
 )
 add_held.register_autograd(
-    lambda ctx, grad: (grad + ctx.saved_tensors[0].to(grad.dtype), None),
+    lambda ctx, grad: (torch.ops.autoshard.complete_grad(grad, ctx.saved_tensors[0], grad.dtype), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
 )
 
@@ -273,6 +290,7 @@ DEFINITIONS: dict[Any, Callable[..., Any]] = {
     _ops.unshard_bucket.default: _define_unshard_bucket,
     _ops.reduce_bucket.default: _define_reduce_bucket,
     _ops.replicate_buffers.default: _define_replicate_buffers,
+    _ops.complete_grad.default: _define_complete_grad,
     _ops.hold.default: lambda full, holder: full,
     _ops.add_held.default: lambda full, held: full,
     **low_rank.DEFINITIONS,

@@ -67,7 +67,16 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     if len(grads) == 1 and wire.apart(wire.shapes_of(grads), layout, dtype):
         flat = grads[0].to(dtype).reshape(-1)
         return [flat / layout.mean_over if layout.divides(grads[0].dtype) else flat]
-    return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
+    return torch.ops.autoshard.pack_grads(_by_rank(grads, layout), str(layout))  # type: ignore[no-any-return]
+
+
+def _by_rank(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """Gradients that lie by rank as they are, and rows of the others: in an operator of its own, so that a step's program has what
+    that takes."""
+    others = [i for i, grad in enumerate(grads) if not wire.lies_by_rank(tuple(grad.shape), layout)]
+    rows = torch.ops.autoshard.rows_by_rank([grads[i] for i in others], str(layout)) if others else ()
+    found = dict(zip(others, rows))
+    return [found.get(i, grad) for i, grad in enumerate(grads)]
 
 
 def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
@@ -85,30 +94,41 @@ def run_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Se
     return wire.unpack_full(gathered, wire.split_shapes(shapes, ndims), Layout.parse(layout))
 
 
+def run_rows_by_rank(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
+    """`wire.rows_by_rank` of each."""
+    return [wire.rows_by_rank(grad, Layout.parse(layout)) for grad in grads]
+
+
 def run_pack_grads(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
-    """`wire.pack_grads`."""
-    return wire.pack_grads(grads, Layout.parse(layout))
+    """`wire.pack_rows`."""
+    return wire.pack_rows(grads, Layout.parse(layout))
 
 
-def _lengths(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> list[int]:
-    """Elements of a process in each flat tensor."""
-    return [sum(wire.lengths(piece)) for piece in wire.cut(wire.counts(full, layout), layout.most(dtype))]
+def _lengths(sizes: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> list[int]:
+    """Elements of a process in each flat tensor, which has so many of each parameter."""
+    return [sum(wire.lengths(piece)) for piece in wire.cut(sizes, layout.most(dtype))]
 
 
 def _fake_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     spec = Layout.parse(layout)
     dtype = spec.compute or shards[0].dtype
-    return [shards[0].new_empty(n, dtype=dtype) for n in _lengths(wire.split_shapes(shapes, ndims), dtype, spec)]
+    sizes = wire.counts(wire.split_shapes(shapes, ndims), spec)
+    return [shards[0].new_empty(n, dtype=dtype) for n in _lengths(sizes, dtype, spec)]
 
 
 def _fake_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     return [gathered[0].new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
 
 
+def _fake_rows_by_rank(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
+    spec = Layout.parse(layout)
+    return [grad.new_empty(spec.size, n) for grad, n in zip(grads, wire.counts(wire.shapes_of(grads), spec))]
+
+
 def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
     spec = Layout.parse(layout)
     dtype = spec.travels(grads[0].dtype)
-    return [grads[0].new_empty(spec.size * n, dtype=dtype) for n in _lengths(wire.shapes_of(grads), dtype, spec)]
+    return [grads[0].new_empty(spec.size * n, dtype=dtype) for n in _lengths(wire.row_sizes(grads, spec), dtype, spec)]
 
 
 def _fake_sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
@@ -119,6 +139,7 @@ _ANY = [torch.Tag.flexible_layout]
 _SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
 define("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards, _ANY)
 define("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full, _ANY)
+define("rows_by_rank", "(Tensor[] grads, str layout) -> Tensor[]", run_rows_by_rank, _fake_rows_by_rank, _ANY)
 define("pack_grads", "(Tensor[] grads, str layout) -> Tensor[]", run_pack_grads, _fake_pack_grads, _ANY)
 define("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows, _ANY)
 
@@ -126,6 +147,7 @@ define("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", w
 DIRECT: dict[Any, Callable[..., Any]] = {
     torch.ops.autoshard.pack_shards.default: run_pack_shards,
     torch.ops.autoshard.unpack_full.default: run_unpack_full,
+    torch.ops.autoshard.rows_by_rank.default: run_rows_by_rank,
     torch.ops.autoshard.pack_grads.default: run_pack_grads,
     torch.ops.autoshard.sum_rows.default: wire.sum_rows,
 }

@@ -51,11 +51,14 @@ def counts(full: tuple[Shape, ...], layout: Layout) -> tuple[int, ...]:
     return tuple(math.prod(layout.with_chunk(shape) if layout.sharded else shape) for shape in full)
 
 
-@functools.cache
-def is_even(full: tuple[Shape, ...], layout: Layout) -> bool:
-    """True if all processes of the group hold as many rows of each of these full shapes."""
-    chunks = layout.size * layout.turns
-    return not layout.sharded or (not layout.owners and all(shape[0] % chunks == 0 for shape in full))
+def is_even(full: Shape, layout: Layout) -> bool:
+    """True if all processes of the group hold as many rows of this full shape."""
+    return not layout.sharded or (not layout.owners and full[0] % (layout.size * layout.turns) == 0)
+
+
+def lies_by_rank(full: Shape, layout: Layout) -> bool:
+    """Whether what is whole, of this shape, has one process's rows after the other's, as many of each: as they travel."""
+    return layout.turns == 1 and is_even(full, layout)
 
 
 @functools.cache
@@ -66,8 +69,7 @@ def apart(full: tuple[Shape, ...], layout: Layout, dtype: torch.dtype) -> tuple[
     return tuple(
         i
         for i, (shape, size) in enumerate(zip(full, sizes))
-        if layout.turns == 1
-        and is_even((shape,), layout)
+        if lies_by_rank(shape, layout)
         and (not most or size <= most)
         and (len(full) == 1 or 0 < least <= size * layout.size * dtype.itemsize)
     )
@@ -126,28 +128,26 @@ def _padded(row: Tensor, begin: int, end: int) -> list[Tensor]:
 def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """The full parameters from what gathers brought."""
     sizes, found = counts(full, layout), [gathered[0].new_empty(shape) for shape in full]
-    even = is_even(full, layout)
     for brought, piece in zip(gathered, cut(sizes, layout.most(gathered[0].dtype))):
         by_rank = brought.view(layout.size, sum(lengths(piece)))
-        if even and layout.turns == 1:
+        if all(lies_by_rank(full[i], layout) for i, _, _ in piece):
             places = [found[i].view(layout.size, sizes[i])[:, begin:end] for i, begin, end in piece]
             torch.split_with_sizes_copy(by_rank, lengths(piece), 1, out=places)
             continue
         for (i, begin, _), rows in zip(piece, by_rank.split(lengths(piece), 1)):
-            for part, place in _by_holder(found[i], rows, sizes[i], layout, even, begin):
+            for part, place in _by_holder(found[i], rows, sizes[i], layout, begin):
                 part.copy_(place)
     return found
 
 
-def _by_holder(
-    whole: Tensor, by_rank: Tensor, size: int, layout: Layout, even: bool, begin: int = 0
-) -> list[tuple[Tensor, Tensor]]:
+def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
     """The elements of `whole` that each process holds, `size` of them at most, from `begin` on, beside their place in (processes,
     elements of a piece)."""
     chunk, step = size // layout.turns, len(layout.holders)
-    if even and layout.turns > 1:
-        parts = by_rank.unflatten(1, (layout.turns, chunk))
-        return [(whole.view(layout.turns, step, chunk), parts.transpose(0, 1))]
+    if is_even(tuple(whole.shape), layout):
+        each = by_rank.shape[1] // layout.turns
+        parts = by_rank.unflatten(1, (layout.turns, each))
+        return [(whole.view(layout.turns, step, chunk)[..., begin : begin + each], parts.transpose(0, 1))]
     chunks = whole.reshape(-1).split(chunk) if whole.numel() else ()
     found = []
     for i, part in enumerate(chunks):
@@ -157,15 +157,28 @@ def _by_holder(
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """The flat tensors that go into reductions: for each process its rows of every gradient.
+    """The flat tensors that go into reductions: for each process its rows of every gradient."""
+    return pack_rows([grad if lies_by_rank(tuple(grad.shape), layout) else rows_by_rank(grad, layout) for grad in grads], layout)
+
+
+def rows_by_rank(grad: Tensor, layout: Layout) -> Tensor:
+    """(processes, elements of one): row r holds what belongs to position r of the group, and zeros behind its end."""
+    full = tuple(grad.shape)
+    (size,) = counts((full,), layout)
+    rows = grad.new_empty(layout.size, size) if is_even(full, layout) else grad.new_zeros(layout.size, size)
+    for part, place in _by_holder(grad.contiguous(), rows, size, layout):
+        place.copy_(part)
+    return rows
+
+
+def pack_rows(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """`pack_grads` of gradients that lie by rank.
 
     The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range. What is divided after it see in
     `Layout.divides`.
     """
-    full, dtype = shapes_of(grads), layout.travels(grads[0].dtype)
-    sizes, even, found = counts(full, layout), is_even(full, layout), []
-    as_it_lies = even and layout.turns == 1
-    rows = [g.reshape(layout.size, n) if as_it_lies else _rows_by_rank(g, n, layout, even) for g, n in zip(grads, sizes)]
+    dtype, sizes, found = layout.travels(grads[0].dtype), row_sizes(grads, layout), []
+    rows = [grad.reshape(layout.size, n) for grad, n in zip(grads, sizes)]
     over = layout.mean_over if layout.divides(grads[0].dtype) else 1
     for piece in cut(sizes, layout.most(dtype)):
         flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
@@ -185,12 +198,9 @@ def _put_divided(parts: list[Tensor], flat: Tensor, over: int) -> None:
         flat.div_(over)
 
 
-def _rows_by_rank(grad: Tensor, size: int, layout: Layout, even: bool) -> Tensor:
-    """(processes, `size` elements of one): row r holds what belongs to position r of the group."""
-    rows = grad.new_empty(layout.size, size) if even else grad.new_zeros(layout.size, size)
-    for part, place in _by_holder(grad.contiguous(), rows, size, layout, even):
-        place.copy_(part)
-    return rows
+def row_sizes(grads: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
+    """Elements that one process has of each of these, which lie by rank."""
+    return tuple(grad.numel() // layout.size for grad in grads)
 
 
 def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:

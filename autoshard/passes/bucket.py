@@ -25,7 +25,7 @@ from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.plan import Plan
 
-Key = tuple[int, Any, Any]  # (position of the group, layout, dtypes in and out)
+Key = tuple[int, Any, Any]  # (position of the group, layout, dtypes)
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Bucket:
         groups: dict[Key, list[Node]] = defaultdict(list)
         for node in graphs.calls(gm, op):
             position = order[node.args[name_at]]  # type: ignore[index]
-            layout = node.args[name_at - 1]
-            dtypes = (_first(node.args[0]).dtype, _first(node).dtype)
-            groups[position, layout, dtypes].append(node)
+            groups[position, node.args[name_at - 1], _dtypes(node)].append(node)
         keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]], reverse=reverse) for k in keys]  # type: ignore[index]
@@ -78,10 +76,27 @@ def _most(op: Any, layout: str, plan: Plan) -> int:
     return plan.bucket if op is graphs.REDUCE_GRAD and not Layout.parse(layout).sharded else 0
 
 
+def _dtypes(node: Node) -> tuple[torch.dtype, ...]:
+    """Of rows and of the whole, or that which a gradient travels in and that of its rows: a gradient to which something was added
+    (`widen_held`) may itself be wider than others, on one process alone."""
+    given, made = _first(node.args[0]).dtype, _first(node).dtype
+    if graphs.is_call(node, graphs.UNSHARD):
+        return given, made
+    carried = Layout.parse(str(node.args[3])).travels(given)
+    return (carried, made) if graphs.is_call(node, graphs.REDUCE_GRAD) else (carried,)
+
+
 def _cut(members: list[Node], most: float) -> list[list[Node]]:
     """Runs of members of at most so many bytes each, of what is whole: rows are not as many on every process."""
-    values = [_first(node if graphs.is_call(node, graphs.UNSHARD) else node.args[0]) for node in members]
-    return [[members[i] for i in run] for run in wire.runs([value.numel() * value.element_size() for value in values], most)]
+    return [[members[i] for i in run] for run in wire.runs([_bytes(node) for node in members], most)]
+
+
+def _bytes(node: Node) -> int:
+    """Of a gathered copy, or of that which a gradient is one of."""
+    if graphs.is_call(node, graphs.UNSHARD):
+        return _first(node).nbytes
+    copied = Layout.parse(str(node.args[3])).compute or _first(node).dtype
+    return _first(node.args[0]).numel() * copied.itemsize
 
 
 def _first(given: Any) -> torch.Tensor:

@@ -27,6 +27,7 @@ UNSHARD_BUCKET = torch.ops.autoshard.unshard_bucket.default
 REDUCE_BUCKET = torch.ops.autoshard.reduce_bucket.default
 HOLD = torch.ops.autoshard.hold.default
 ADD_HELD = torch.ops.autoshard.add_held.default
+COMPLETE_GRAD = torch.ops.autoshard.complete_grad.default
 LOW_RANK = torch.ops.autoshard.low_rank.default
 MEAN_LOW_RANK = torch.ops.autoshard.mean_low_rank.default
 REDUCE_SPARSE = torch.ops.autoshard.reduce_sparse.default

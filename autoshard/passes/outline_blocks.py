@@ -4,7 +4,8 @@
 operations, constants and the shapes, strides and dtypes of all values are the same; which parameters they take does not
 matter. Alike blocks of which the plan saves different things are different graphs. Unshards stay outside, where
 communication is planned. What cannot be told apart from its surroundings (foreign operations between a block's own, numbers
-that are neither constants nor sizes, a mode that was switched around it) stays as it is. Where blocks are outlined, what is
+that are neither constants nor sizes, a mode that was switched around it) stays as it is, and so does what reads an embedding whose
+gradient travels as rows, which `sparse_grads` has to see. Where blocks are outlined, what is
 before, between and after them becomes graphs of its own too, if it uses parameters: an embedding, a head with its loss.
 """
 
@@ -27,9 +28,10 @@ from torch.fx import Graph, GraphModule, Node
 from autoshard import torch_internals
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
+from autoshard.plan import Plan
 
 PREFIX = "block_"
-POLICY, BLOCKS = "recompute", "blocks"  # in the meta of an outlined graph: see [Note: Policies]; the blocks that it is
+POLICY, BLOCKS, COPIES = "recompute", "blocks", "copies"  # in the meta of an outlined graph: see [Note: Policies], `_copies`; the blocks that it is
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
 MODES = ("autocast", "inference_mode", "dual_level", *graphs.TRANSFORMS)  # that a graph enters and leaves
 # What transforms of functions call besides; nothing outside of them depends on it:
@@ -52,17 +54,17 @@ class OutlineBlocks:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         alike: dict[str, list[Run]] = defaultdict(list)
-        for run in _runs(gm, context.plan.stacks):
+        for run in _runs(gm, context.plan):
             if run.closed:
                 alike[run.key].append(run)
         repeated = [runs for runs in alike.values() if len(runs) >= self.least]
         for runs in repeated:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
-                _outline(gm, same, policy, tuple(run.block for run in same))
-        for run in _stretches(gm) if repeated else ():
+                _outline(gm, same, policy, tuple(run.block for run in same), context.plan)
+        for run in _stretches(gm, context.plan) if repeated else ():
             if run.closed and run.uses_parameters(context):
-                _outline(gm, [run], "none", ())
+                _outline(gm, [run], "none", (), context.plan)
         return gm
 
 
@@ -71,13 +73,21 @@ def is_block(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(PREFIX)
 
 
-def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...]) -> None:
+def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...], plan: Plan) -> None:
     name = PREFIX + hashlib.sha256(f"{runs[0].key} {policy}".encode()).hexdigest()[:12]
     body = runs[0].outlined()
-    body.meta[POLICY], body.meta[BLOCKS] = policy, blocks
+    body.meta[POLICY], body.meta[BLOCKS], body.meta[COPIES] = policy, blocks, frozenset(_copies(runs, plan))
     gm.add_submodule(name, body)
     for run in runs:
         run.replace_by_call(name)
+
+
+def _copies(runs: list[Run], plan: Plan) -> Iterator[int]:
+    """Which inputs are, of one of the runs at least, gathered copies that are not kept for backward."""
+    for run in runs:
+        for i, node in enumerate(run.inputs):
+            if graphs.is_call(node, graphs.UNSHARD) and plan.group_of[str(node.args[3])].degrees.parameter > 1:
+                yield i
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +198,12 @@ def _can_be_given(node: Node) -> bool:
     return isinstance(value, (Tensor, torch.SymInt)) and not written
 
 
+def _stays(gm: GraphModule, plan: Plan) -> set[Node]:
+    """What may be in no graph of its own."""
+    sparse = (n for n in graphs.calls(gm, graphs.UNSHARD) if n.args[3] in plan.sparse)
+    return _in_another_mode(gm).union(*(n.users for n in sparse))
+
+
 def _in_another_mode(gm: GraphModule) -> set[Node]:
     """What runs in a mode that the graph enters, with gradients switched, or behind a call that may switch anything else, such as which
     kernels attention takes: a block's own trace would not know."""
@@ -214,17 +230,17 @@ def _sets_mode(node: Node) -> bool:
     return node.op != "get_attr" and _value(node) is None
 
 
-def _runs(gm: GraphModule, stacks: Collection[str]) -> Iterator[Run]:
+def _runs(gm: GraphModule, plan: Plan) -> Iterator[Run]:
     """The blocks whose nodes follow each other, once unshards are put in front of them."""
     blocks: dict[str, list[Node]] = defaultdict(list)
     last, broken, apart = None, set[str](), _unshards(gm)
-    changed = _in_another_mode(gm)
+    stays = _stays(gm, plan)
     for node in list(gm.graph.nodes):
         if node.op in ("placeholder", "output") or node in apart:
             continue
-        block = _block(gm, node, stacks)
+        block = _block(gm, node, plan.stacks)
         if block is not None:
-            if blocks[block] and block != last or node in changed:
+            if blocks[block] and block != last or node in stays:
                 broken.add(block)
             blocks[block].append(node)
         last = block
@@ -234,15 +250,15 @@ def _runs(gm: GraphModule, stacks: Collection[str]) -> Iterator[Run]:
             yield Run(gm, tuple(nodes), block)
 
 
-def _stretches(gm: GraphModule) -> Iterator[Run]:
-    """What lies between outlined blocks and calls that change a mode."""
+def _stretches(gm: GraphModule, plan: Plan) -> Iterator[Run]:
+    """What lies between outlined blocks, calls that change a mode, and what stays."""
     nodes: list[Node] = []
-    apart, changed = _unshards(gm), _in_another_mode(gm)
+    apart, stays = _unshards(gm), _stays(gm, plan)
     for node in list(gm.graph.nodes):
         if node.op == "placeholder" or node in apart:
             continue
         taken = is_block(node) or any(is_block(a) for a in node.all_input_nodes)
-        if taken or node in changed or node.op in ("get_attr", "output") or _value(node) is None:
+        if taken or node in stays or node.op in ("get_attr", "output") or _value(node) is None:
             if nodes:
                 _move_out(nodes)
                 yield Run(gm, tuple(nodes))

@@ -30,19 +30,20 @@ from autoshard.passes.sync_buffers import SyncBuffers
 from autoshard.passes.take_rows import TakeRows
 from autoshard.passes.take_whole import TakeWhole
 from autoshard.passes.two_levels import TwoLevels
+from autoshard.passes.widen_held import WidenHeld
 
 PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout,
+        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout,
         FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,"
+    "widen_held,two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,"
     "fuse_elementwise"
 )
 
