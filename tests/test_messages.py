@@ -47,6 +47,32 @@ class Sum(nn.Module):
         return self.layer(x).sum()
 
 
+class Turned(nn.Module):
+    """The gradient of its parameter is complex: its input, and as much of i."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.turn * x).sum()
+
+
+def turned(options: dict[str, Any]) -> Tensor:
+    """The gradient of a complex parameter."""
+    model = rank0_copy(Turned())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(options.pop("zero", 0), **options)))
+    compiled(torch.full((5,), dist.get_rank() + 1.0)).backward()
+    return whole(model.turn.grad)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_complex_is_summed_as_it_is(two: Cluster, direct: bool) -> None:
+    plan = replace(first_look(Turned(), config(0), Machines(1, 2, DEVICES["cpu"])), direct_sums=direct)
+    for found in two.run(turned, {"zero": "auto", "plan": plan, "replicate_below": "auto"}):
+        assert torch.equal(found, torch.full((5,), 1.5 + 1.5j))
+
+
 def gradients(zero: int, options: dict[str, Any], scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
     """Of the compiled model, whole, and each process's own."""
     model = Sum()

@@ -70,7 +70,7 @@ def _mean(grads: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor
     if layout.direct_sums:
         return _sum_of_copies(flat, layout.mean_over if layout.divides_sums(grads[0].dtype) else 1, layout)
     packed = not layout.sharded and layout.divides(grads[0].dtype)  # for this sum alone; a gradient itself somebody else may read
-    reduce = _c10d.all_reduce_ if packed else _c10d.all_reduce
+    reduce = _c10d.all_reduce_ if packed and not carried.is_complex else _c10d.all_reduce  # in place no transport takes complex numbers
     return _c10d.wait_tensor(reduce(flat, "sum", layout.replicas))  # type: ignore[no-any-return]
 
 
