@@ -32,6 +32,7 @@ from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure, rank0_copy, whole
 from tests.small import TOLERANCE, config, in_full
+from tests.test_low_rank import residues
 
 MIB = 2.0**20
 
@@ -139,9 +140,9 @@ class Sums(Sum):
         return super().forward(x) + self.other(x).sum()
 
 
-def waited(zero: int, kept: list[bool], options: dict[str, Any]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The gradients of three backwards in bf16, two of which do not communicate; and by parameter what each process has of them all,
-    which bf16 has no numbers for. kept: by rank, whether what waited of the second weight is."""
+def waited(zero: int, kept: list[bool], options: dict[str, Any]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+    """The gradients of three backwards in bf16, two of which do not communicate; by parameter what each process has of them all, which
+    bf16 has no numbers for; and what this process has not sent. kept: by rank, whether what waited of the second weight is."""
     model, rank, world = rank0_copy(Sums()), dist.get_rank(), dist.get_world_size()
     first = torch.randint(128, 256, (world, 8), generator=torch.Generator().manual_seed(5)).float()
     inputs = [first, torch.full_like(first, 0.5), torch.full_like(first, 0.25)]
@@ -154,29 +155,31 @@ def waited(zero: int, kept: list[bool], options: dict[str, Any]) -> tuple[list[T
     compiled(inputs[2][rank]).backward()
     other = [sum(x[i] for x in (inputs if kept[i] else inputs[2:])) for i in range(world)]
     own = [[x.expand(15, 8) for x in each] for each in (sum(inputs), other)]  # type: ignore[union-attr]
-    return [whole(p.grad) for p in model.parameters()], own  # type: ignore[arg-type]
+    return [whole(p.grad) for p in model.parameters()], own, [r.error.detach() for r in residues(model)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("zero", "kept"), [(0, [True, True]), (1, [True, False]), in_full(1, [True, True]), in_full(0, [True, False])])
 def test_what_waited_is_added_in_the_dtype_of_the_sum(two: Cluster, zero: int, kept: list[bool]) -> None:
     """Though gradients are narrower; also where of a group something waited on one process, and nothing on another."""
-    for found, grads in two.run(waited, zero, kept, {"precision": "bf16"}):
+    for found, grads, _ in two.run(waited, zero, kept, {"precision": "bf16"}):
         for gradient, own in zip(found, grads):
             assert torch.equal(gradient, sum(own) / 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kept", [[True, False], in_full([True, True])])
 def test_so_it_is_where_matrices_travel_in_its_place(two: Cluster, kept: list[bool]) -> None:
-    """Of gradients that are of rank 1, so that nothing of them is missing."""
-    options = {"precision": "bf16", "compression": "powersgd", "compression_rank": 1}
-    for found, grads in two.run(waited, 0, kept, options):
-        for gradient, own in zip(found, grads):
-            torch.testing.assert_close(gradient, sum(own) / 2, rtol=1e-5, atol=0)
+    """Of gradients of rank 1, so that what is missing of the mean is its rounding: to the dtype of copies, on all processes."""
+    answers = two.run(waited, 0, kept, {"precision": "bf16", "compression": "powersgd", "compression_rank": 1})
+    for i, own in enumerate(answers[0][1]):
+        one, other = (found[i] for found, *_ in answers)
+        missing = sum(errors[i] for *_, errors in answers) / 2
+        assert torch.equal(one, other) and torch.equal(one, one.bfloat16().float())
+        torch.testing.assert_close(one + missing, sum(own) / 2, rtol=1e-5, atol=0)
 
 
 def test_where_gradients_are_summed_in_bf16_what_waited_is_rounded_once(two: Cluster) -> None:
     options = {"precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-    for found, grads in two.run(waited, 0, [True, True], options):
+    for found, grads, _ in two.run(waited, 0, [True, True], options):
         for gradient, own in zip(found, grads):
             assert torch.equal(gradient, sum(g.bfloat16() / 2 for g in own).float())  # type: ignore[union-attr]
 

@@ -34,7 +34,7 @@ def _define_mean_low_rank(
     lefts = _sums([m @ factor for m, factor in zip(matrices, factors)], spec)
     lefts = [torch.linalg.qr(left).Q for left in lefts]
     rights = [right / spec.mean_over for right in _sums([m.T @ left for m, left in zip(matrices, lefts)], spec)]
-    means = [(left @ right.T).view(g.shape).to(g.dtype) for g, left, right in zip(grads, lefts, rights)]
+    means = [(left @ right.T).view(g.shape).to(spec.compute or g.dtype) for g, left, right in zip(grads, lefts, rights)]
     unsent = [_finite(grad.to(error.dtype) - mean) for grad, error, mean in zip(grads, errors, means)]
     turned = [_direction(right, factor) - factor for right, factor in zip(rights, factors)]
     return [*means, *unsent, *turned]
@@ -68,7 +68,8 @@ def low_rank(full: Tensor, error: Tensor, factor: Tensor, layout: str, name: str
 def mean_low_rank(
     grads: Sequence[Tensor], errors: Sequence[Tensor], factors: Sequence[Tensor], layout: str, names: str
 ) -> list[Tensor]:
-    """The mean gradients, then the changes of all errors, then those of all factors."""
+    """The mean gradients, then the changes of all errors, then those of all factors. Means are in the layout's compute dtype, the same
+    on all processes, though one's gradient may be wider (`widen_held`)."""
     return _define_mean_low_rank(grads, errors, factors, layout, names)
 
 
@@ -81,7 +82,9 @@ def _(full: Tensor, error: Tensor, factor: Tensor, layout: str, name: str) -> Te
 def _(
     grads: Sequence[Tensor], errors: Sequence[Tensor], factors: Sequence[Tensor], layout: str, names: str
 ) -> list[Tensor]:
-    return [like.new_empty(like.shape) for several in (grads, errors, factors) for like in several]
+    compute = Layout.parse(layout).compute
+    means = [grad.new_empty(grad.shape, dtype=compute or grad.dtype) for grad in grads]
+    return [*means, *(like.new_empty(like.shape) for like in (*errors, *factors))]
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 
 from autoshard.ops.layout import Layout
@@ -34,18 +33,9 @@ class WidenHeld:
 
 
 def _widen(node: Node, reader: Node) -> None:
-    """Both a reduction and a mean of low rank have the layout at the same place; the mean is as wide as the gradient."""
-    dtype = Layout.parse(str(reader.args[3])).reduce
-    if dtype is None:
-        return
-    node.update_arg(2, dtype)
-    node.meta["val"] = _of(graphs.example(node), dtype)
-    if graphs.is_call(reader, graphs.MEAN_LOW_RANK):
-        mean, *changes = graphs.example(reader)
-        reader.meta["val"] = [_of(mean, dtype), *changes]
-        for item in reader.users:
-            item.meta["val"] = graphs.example(reader)[item.args[1]]
-
-
-def _of(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.new_empty(value.shape, dtype=dtype)
+    """A mean of low rank has its layout where a reduction has it, and is as wide as the gradient but for a compute dtype."""
+    layout = Layout.parse(str(reader.args[3]))
+    if layout.reduce and (layout.compute or graphs.is_call(reader, graphs.REDUCE_GRAD)):
+        node.update_arg(2, layout.reduce)
+        value = graphs.example(node)
+        node.meta["val"] = value.new_empty(value.shape, dtype=layout.reduce)
