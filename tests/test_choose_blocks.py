@@ -336,7 +336,7 @@ def test_what_a_plan_file_says_of_stacks() -> None:
     with pytest.raises(PlanError, match="plan: stacks: 'encoder' is not legal; legal: names of modules that end in a number"):
         Plan.from_json(json.dumps({**data, "stacks": ["encoder"]}))
     with pytest.raises(PlanError, match="plan: stacks: '5' is not legal; legal: modules of this model, with parameters in them"):
-        _planned(encoded(), plan=Plan.from_json(json.dumps({**data, "stacks": ["5"]})))
+        _planned(encoded(), replicate_below="auto", plan=Plan.from_json(json.dumps({**data, "stacks": ["5"]})))
 
 
 def trained(layers: int, zero: int, recompute: str) -> tuple[Distance, list[str]]:

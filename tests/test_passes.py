@@ -523,3 +523,17 @@ def test_collectives_of_the_model_itself_stay_where_they_are() -> None:
     begin, rest = ["all_re", "wait_t"], ["reduce", "reduce", "wait_t", "wait_t"]
     assert found == begin + ["reduce"] * 6 + ["wait_t"] * 2 + ["reduce"] * 2 + ["wait_t"] * 6, found
     assert sorted(found) == sorted(begin + 4 * rest)
+
+
+def test_results_that_were_inlined_from_one_trace_stay_apart_in_the_next() -> None:
+    """They have one fake tensor for all."""
+    joint = make_fx(lambda x, y: torch.sub(torch.neg(x), torch.neg(y)), tracing_mode="fake")(torch.randn(3), torch.randn(3))
+    first, second = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    ops = passgraphs.traced(first, torch.exp)
+    for node in (first, second):
+        passgraphs.inline(joint, node, ops)
+    (difference,) = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.sub.Tensor)
+    passgraphs.inline(joint, difference, passgraphs.traced(difference, lambda a, b: 2 * a - b))
+    joint.recompile()
+    x, y = torch.randn(3), torch.randn(3)
+    assert torch.equal(joint(x, y), 2 * x.exp() - y.exp())

@@ -246,9 +246,14 @@ def traced(node: Node, define: Callable[..., Any]) -> GraphModule:
         return define(*args, **kwargs)
 
     with _fake_mode(tensors or node.graph.nodes):
-        made = make_fx(on_tensors, decomposition_table={_TO_COPY: _cast})(*(example(t) for t in tensors))
+        made = make_fx(on_tensors, decomposition_table={_TO_COPY: _cast})(*map(_by_itself, map(example, tensors)))
     made.graph.eliminate_dead_code()
     return made
+
+
+def _by_itself(value: Any) -> Any:
+    """Calls that were inlined from one trace have the same fake tensor for their results, which a trace would take for one input."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _cast(value: torch.Tensor, *, dtype: torch.dtype, **_: Any) -> torch.Tensor:

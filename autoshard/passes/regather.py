@@ -66,7 +66,13 @@ def keep_mixed(joint: GraphModule, copies: Collection[Node]) -> None:
             if node in of_parameters or _is_same(node) or node.meta.get("recompute") in _AGAIN:
                 touched.add(node)
             else:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                for result in _results(node):
+                    result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _results(node: Node) -> Collection[Node]:
+    """The tensors that a node gives, which can be saved; a list of several cannot."""
+    return [node] if isinstance(node.meta["val"], Tensor) else node.users
 
 
 def _reads(backward: Collection[Node], copy: Node) -> bool:

@@ -170,12 +170,14 @@ class Repointer:
                     self._slots.setdefault(id(p), []).append((optimizer, group["params"], i))
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """`new` takes the place of `old` in every optimizer. A collective."""
+        """`new` takes the place of `old` in every optimizer. The state stays the same dict, which a step may have begun with: LBFGS
+        calls its closure later. A collective."""
         for optimizer, params, i in self._slots.get(id(old), ()):
             params[i] = new
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                optimizer.state[new] = {k: _rank_0_s(k, v, old, new) for k, v in state.items()}
+                state.update({k: _rank_0_s(k, v, old, new) for k, v in state.items()})
+                optimizer.state[new] = state
 
 
 def _rank_0_s(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
