@@ -4,7 +4,8 @@
     from autoshard.huggingface import Accelerator                    accelerator = Accelerator()
 
 Checkpoints are theirs: whole weights and whole optimizer state, written by rank 0, or, with their `save_on_each_node`, by the first
-process of each node; any number of processes and stages can resume from them.
+process of each node (weights where transformers writes them, which 5.24 does on rank 0 alone); any number of processes and stages can
+resume from them.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ def test_lbfgs_by_the_mean_loss(two: Cluster, search: str | None) -> None:
 
 def by_its_own_loss() -> None:
     """A line search looks at losses, which processes have of their own."""
-    model, _, compiled = compiled_pair(config(0, timeout=10))
+    model, _, compiled = compiled_pair(config(0, timeout=4))
     optimizer = optim.LBFGS(model.parameters(), max_iter=20, max_eval=64, line_search_fn="strong_wolfe")
     for inputs in inputs_of(4):
 
@@ -457,7 +457,8 @@ def by_its_own_loss() -> None:
 def test_lbfgs_by_losses_of_their_own_is_named(two: Cluster) -> None:
     said = two.answers(by_its_own_loss)
     assert [kind for kind, _ in said] == ["error", "error"]
-    assert any(name == "DivergenceError" and text.startswith("before step ") for _, (name, text, _) in said), said
+    named = {name: text for _, (name, text, _) in said}
+    assert "before step " in named.get("DivergenceError", "") or "did not come to step " in named.get("DisagreementError", ""), said
 
 
 # --- what is refused, or right
