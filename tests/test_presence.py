@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -58,6 +59,11 @@ def test_signs_are_given_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -
     (thread,) = set(threading.enumerate()) - before
     store.wait(["autoshard/alive/3"])
     assert " in " in store.get("autoshard/alive/3").decode()
+    more = SignsOfLife()
+    assert set(threading.enumerate()) - before == {thread}
     signs.end()
+    time.sleep(3 * presence._LOOK)
+    assert thread.is_alive()
+    more.end()
     thread.join(10)
     assert not thread.is_alive()

@@ -1,6 +1,6 @@
 """Signs of life, by which those who wait at the first call tell a process that is slow from one that is not there.
 
-[Note: Signs of life] From the making of its backend until its first call is over, a thread of each process writes every
+[Note: Signs of life] From the making of a backend until its first call is over, a thread of each process writes every
 second where the main thread stands: to the launcher's store and, once there is a process group, to that one's. Who gives
 no sign for `Config.arrival` seconds is not waited for any longer; who does has until `Config.timeout`: it may be reading
 data. The thread is no daemon, which the interpreter could end in the middle of C++, but ends with the main thread.
@@ -37,9 +37,33 @@ class SignsOfLife:
     """This process's own, until `end` or until nobody holds it."""
 
     def __init__(self) -> None:
-        over = threading.Event()
-        self.end = weakref.finalize(self, over.set)
-        threading.Thread(target=_give, args=(over,), name="autoshard signs of life").start()
+        _giver.begin()
+        self.end = weakref.finalize(self, _giver.end)
+
+
+class _Giver:
+    """The thread, one for all backends of this process that had no first call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the collector of garbage may end one where another begins
+        self._count, self._over = 0, threading.Event()
+        self._over.set()
+
+    def begin(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._over.is_set():
+                self._over = threading.Event()
+                threading.Thread(target=_give, args=(self._over,), name="autoshard signs of life").start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._over.set()
+
+
+_giver = _Giver()
 
 
 @dataclass(frozen=True)
