@@ -36,6 +36,7 @@ from autoshard.first_call import (
     refuse_unplanned,
     refuse_what_cannot_be_sharded,
 )
+from autoshard.heap import one_look
 from autoshard.inventory import device_of
 from autoshard.ops.collectives import Collectives
 from autoshard.owner import find_owner, with_family
@@ -72,9 +73,10 @@ class Backend:
         new = state_of(model) is None and next(model.parameters(), None) is not None
         if processes.launched_size() == 1 or not new or torch_internals.behind_a_break():
             return
-        whole = with_family(model)
-        if not isinstance(whole, Family):
-            self._first_call(model, whole, lambda: self._captured(model, args, kwargs))
+        with one_look():
+            whole = with_family(model)
+            if not isinstance(whole, Family):
+                self._first_call(model, whole, lambda: self._captured(model, args, kwargs))
 
     def _captured(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstGraph | None:
         try:

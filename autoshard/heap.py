@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+LOOKED_FOR = (nn.Module, Optimizer, GradScaler)  # and what inherits from them
 _T = TypeVar("_T")
+_census: list[weakref.ref[Any]] | None = None  # of all that are looked for, inside of `one_look`
 
 
 def alive(cls: type[_T]) -> list[_T]:
-    """Every instance of `cls` that Python's garbage collector tracks; by type(), since `isinstance` asks proxies. There are a
-    million objects in a process that compiles: they are gone through once, and by no code of Python's."""
+    """Every instance of `cls` that Python's garbage collector tracks; by type(), since `isinstance` asks proxies."""
     kinds = set(_kinds(cls))
+    if _census is None:
+        return _found(kinds)
+    still: Iterator[Any] = (one() for one in _census)
+    return [found for found in still if type(found) in kinds]
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Inside, `alive` knows of what was alive at its beginning, and still is, by one look for all that it is asked."""
+    global _census
+    before, _census = _census, [weakref.ref(found) for found in _found({kind for cls in LOOKED_FOR for kind in _kinds(cls)})]
+    try:
+        yield
+    finally:
+        _census = before
+
+
+def _found(kinds: set[type]) -> list[Any]:
+    """There are a million objects in a process that compiles: they are gone through once, and by no code of Python's."""
     with thawed():
         objects = gc.get_objects()
     return list(compress(objects, map(kinds.__contains__, map(type, objects))))

@@ -19,7 +19,7 @@ from autoshard.owner import compiled_modules
 from autoshard.runtime import fused_step
 from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
-from autoshard.runtime.state import state_of
+from autoshard.runtime.state import state_of, stepped_by
 
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -37,6 +37,8 @@ def watch(is_ours: Callable[[Any], bool]) -> None:
 
 def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:
     stepped = set(map(id, fused_step.stepped_by(optimizer)))
+    if stepped.issubset({key for state in stepped_by(optimizer) for key in state.ids}):
+        return
     for module, backend in list(compiled_modules()):
         if not is_ours(backend) or state_of(module) is not None:
             continue

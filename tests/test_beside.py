@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.cluster import Cluster
-from tests.small import compiled_pair, config, inputs_of
+from tests.small import compiled_pair, config, in_full, inputs_of
 
 Train = Callable[[nn.Linear, Any, Tensor], None]
 
@@ -83,8 +83,8 @@ def said(ways: list[Train], outputs: int = 3) -> list[str]:
     ("ways", "step", "named"),
     [
         ([each_its_own] * 8, 1, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
-        ([in_a_closure], 1, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
-        ([bias_averaged], 1, "parameter 0 of its group 1 (weight of a Linear, of shape (3, 8))"),
+        in_full([in_a_closure], 1, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
+        in_full([bias_averaged], 1, "parameter 0 of its group 1 (weight of a Linear, of shape (3, 8))"),
         ([alike, averaged, each_its_own, each_its_own], 4, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
     ],
 )
@@ -93,7 +93,7 @@ def test_what_trains_apart_is_named_once(two: Cluster, ways: list[Train], step: 
     assert text.startswith(f"autoshard: before step {step} of an optimizer SGD, the gradient of {named} is not the same on all processes")
 
 
-@pytest.mark.parametrize(("way", "outputs"), [(averaged, 3), (alike, 3), (standing_still, 3), (one_alone, 5)])
+@pytest.mark.parametrize(("way", "outputs"), [(averaged, 3), (alike, 3), in_full(standing_still, 3), (one_alone, 5)])
 def test_what_does_not_is_not(two: Cluster, way: Train, outputs: int) -> None:
     assert two.run(said, [way] * 4, outputs) == [[], []]
 

@@ -98,12 +98,11 @@ def _summed(name: str, world: int, options: dict[str, Any]) -> Plan:
 SUMS = [({}, 2), in_full({}, 3), in_full({}, 4), in_full({"zero": 3, "mesh": {"replicate": 2, "shard": 2}}, 4)]
 
 
-@pytest.mark.parametrize(("options", "world"), SUMS)
-def test_sums_of_gradients_have_the_same_bits_on_all(request: pytest.FixtureRequest, options: dict[str, Any], world: int) -> None:
+@pytest.mark.parametrize(("options", "cluster"), SUMS, indirect=["cluster"])
+def test_sums_of_gradients_have_the_same_bits_on_all(cluster: Cluster, options: dict[str, Any]) -> None:
     """Those of a sum in the order of processes, divided behind it."""
-    processes: Cluster = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[world])
-    plan = _summed("Sum", world, dict(options))
-    for found, own in processes.run(gradients, "auto", {"plan": plan, "replicate_below": "auto"}):
+    world, plan = cluster.world, _summed("Sum", cluster.world, dict(options))
+    for found, own in cluster.run(gradients, "auto", {"plan": plan, "replicate_below": "auto"}):
         mean = sum(own[1:], start=own[0]) / world
         if options:
             torch.testing.assert_close(found, mean)
@@ -112,7 +111,7 @@ def test_sums_of_gradients_have_the_same_bits_on_all(request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "world"),
+    ("name", "options", "cluster"),
     [
         ("attention", {}, 2),
         in_full("attention", {"codegen": "inductor"}, 2),
@@ -121,13 +120,13 @@ def test_sums_of_gradients_have_the_same_bits_on_all(request: pytest.FixtureRequ
         in_full("odd", {"zero": 3, "mesh": {"replicate": 2, "shard": 2}}, 4),
         in_full("llama", {}, 4),
     ],
+    indirect=["cluster"],
 )
-def test_steps_with_sums_by_sends(request: pytest.FixtureRequest, name: str, options: dict[str, Any], world: int) -> None:
+def test_steps_with_sums_by_sends(cluster: Cluster, name: str, options: dict[str, Any]) -> None:
     """As the unsharded model's, in buckets of a few gradients."""
-    processes: Cluster = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[world])
-    plan = replace(_summed(name, world, dict(options)), bucket=300)
+    plan = replace(_summed(name, cluster.world, dict(options)), bucket=300)
     codegen = options.get("codegen", "eager")
-    for distance in processes.run(measure, name, config("auto", plan=plan, replicate_below="auto", codegen=codegen)):
+    for distance in cluster.run(measure, name, config("auto", plan=plan, replicate_below="auto", codegen=codegen)):
         assert distance.worst <= TOLERANCE, distance
 
 

@@ -153,7 +153,8 @@ def _push(folder: str, zero: int) -> tuple[Distance, bool]:
     return distance, trainers[0].pushed[-1:] == trainers[1].pushed[-1:] or dist.get_rank() > 0
 
 
-@pytest.mark.parametrize("zero", [3, in_full(0)])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [3, 0])
 def test_a_push_saves_once_more(two: Cluster, tmp_path: Path, zero: int) -> None:
     for distance, alike in two.run(_push, str(tmp_path), zero):
         assert distance.worst <= TOLERANCE and alike, distance

@@ -156,7 +156,7 @@ def rows_at_loading(early: bool, kind: str) -> tuple[Distance, int, bool]:
     return distance, kept, small and len(refs) == len(rows) == 8
 
 
-@pytest.mark.parametrize(("early", "kind"), [(True, "torch"), (False, "ours"), in_full(False, "torch"), in_full(True, "by torch")])
+@pytest.mark.parametrize(("early", "kind"), [(True, "torch"), in_full(False, "ours"), in_full(False, "torch"), in_full(True, "by torch")])
 def test_whole_state_of_an_optimizer_is_rows_when_it_is_loaded(two: Cluster, early: bool, kind: str) -> None:
     for distance, kept, small in two.run(rows_at_loading, early, kind):
         assert distance.worst <= TOLERANCE, distance
@@ -188,7 +188,7 @@ def kept_by(rank: int | None) -> list[int]:
     return [len(found), len(tensors), len({t.data_ptr() for t in tensors} - {p.data_ptr() for p in map(local, model.parameters())})]
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", [in_full(None), 1])
 def test_the_whole_state_is_where_it_is_to_be_kept(two: Cluster, rank: int | None) -> None:
     expected = [[4, 16, 16], [0, 0, 0]]
     assert two.run(kept_by, rank) == (expected[::-1] if rank else expected)
