@@ -25,7 +25,7 @@ from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
 from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
-from autoshard.passes.outline_blocks import COPIES, POLICY
+from autoshard.passes.outline_blocks import COPIES, FIXED, POLICY
 from autoshard.passes.regather import keep_mixed
 from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
@@ -130,8 +130,8 @@ class Compilation:
     def trace_block(self, block: GraphModule, inputs: list[Any]) -> Joint:
         """A block's forward and backward in one; see [Note: Mixed with copies]."""
         joint = self.trace(block, inputs)
-        places = joint.graph.graph.find_nodes(op="placeholder")
-        keep_mixed(joint.graph, [n for n in places if torch_internals.input_position(n) in block.meta[COPIES]])
+        copies, fixed = (graphs.inputs_at(joint.graph, block.meta[role]) for role in (COPIES, FIXED))
+        keep_mixed(joint.graph, copies, fixed)
         return joint
 
     def cut_block(self, joint: Joint, policy: str) -> Halves:

@@ -47,6 +47,7 @@ from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.available_memory import available_memory
+from autoshard.runtime.fingerprint import arithmetic
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
@@ -209,7 +210,7 @@ class FirstCall:
             "scaler": self.world.size > 1 and scaler.is_there(),
             "_free": available_memory(device_of(self.model)) + _held(self.model, self.optimizers),
             "_host": platform.node(),
-            "_arithmetic": _arithmetic(device_of(self.model)),
+            "_arithmetic": arithmetic(device_of(self.model)),
         }
 
     def _decide(self, inventory: Inventory, statements: list[Statement], rate: float | None = None) -> Plan:
@@ -290,7 +291,7 @@ class FirstCall:
                 state.accumulation = sharder.accumulation
                 meetings = Meetings(self.world, self.topic, Patience(self.config.timeout, None, self.phases.warn))
                 state.lockstep = Lockstep(meetings.of("calls"))
-                state.replicas = Replicas(meetings.of("steps"), _arithmetic(device_of(self.model)))
+                state.replicas = Replicas(meetings.of("steps"), arithmetic(device_of(self.model)))
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
                 for optimizer in self.optimizers:
@@ -313,13 +314,6 @@ def _held(model: nn.Module, steppers: Sequence[Optimizer]) -> int:
     state = [value for optimizer in steppers for of_one in optimizer.state.values() for value in tree_leaves(of_one)]
     tensors = [*model.parameters(), *model.buffers(), *(value for value in state if isinstance(value, Tensor))]
     return sum(t.numel() * t.element_size() for t in tensors if t.device == device_of(model))
-
-
-def _arithmetic(device: torch.device) -> str:
-    """What decides how sums are rounded."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread', 'threads')}"
 
 
 def warned_of_rounding(plan: Plan, kinds: Sequence[str]) -> Plan:

@@ -112,19 +112,17 @@ class Sharded:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Whole weights, written where the trainer writes: by rank 0, or the first process of each node. A collective: all processes
         must call it."""
-        self._whole = self._in_whole()
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        self._whole = None
-
-    def _in_whole(self) -> dict[str, Any]:
-        return state_dict(self.model, keep=self.args.should_save)
+        before, self._whole = self._whole, state_dict(self.model, keep=self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._whole = before  # a push saves once more, within this
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Lets go of what it writes: a push, which comes within save_model, saves once more."""
-        whole, self._whole = self._whole, None
-        if state_dict is None:
-            state_dict = self._in_whole() if whole is None else whole
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        """What `save_model` gathered, which this process may write alone."""
+        if state_dict is None and self._whole is None:
+            raise RuntimeError("_save writes what save_model gathers from all processes; call save_model, on each of them")
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]

@@ -57,14 +57,28 @@ def one_alone(head: nn.Linear, optimizer: optim.Optimizer, x: Tensor) -> None:
         each_its_own(head, optimizer, x)
 
 
+def averaged_in_a_hook(head: nn.Linear, optimizer: optim.Optimizer, x: Tensor) -> None:
+    def average(*_: Any) -> None:
+        for p in head.parameters():
+            dist.all_reduce(p.grad)
+
+    hook = optimizer.register_step_pre_hook(average)
+    each_its_own(head, optimizer, x)
+    hook.remove()
+
+
+def by_another(head: nn.Linear, optimizer: optim.Optimizer, x: Tensor) -> None:
+    each_its_own(head, optim.SGD(optimizer.param_groups, lr=0.1), x)
+
+
 def standing_still(head: nn.Linear, optimizer: optim.Optimizer, x: Tensor) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     each_its_own(head, optimizer, x)
 
 
-def said(ways: list[Train], outputs: int = 3) -> list[str]:
-    """What this process warns of when a head takes a step in each of these ways."""
+def said(ways: list[Train], outputs: int) -> list[str]:
+    """What this process warns of when a head of so many outputs, which no other test has, takes a step in each of these ways."""
     _, _, compiled = compiled_pair(config(3))
     compiled(inputs_of(1)[0, dist.get_rank()]).backward()
     torch.manual_seed(0)
@@ -79,21 +93,29 @@ def said(ways: list[Train], outputs: int = 3) -> list[str]:
     return [str(warning.message) for warning in caught if "autoshard" in str(warning.message)]
 
 
+BIAS, WEIGHT = "parameter 0 of its group 0 (bias of a Linear, of shape ({},))", "parameter 0 of its group 1 (weight of a Linear, of shape ({}, 8))"
+
+
 @pytest.mark.parametrize(
-    ("ways", "step", "named"),
+    ("ways", "outputs", "step", "named"),
     [
-        ([each_its_own] * 8, 1, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
-        in_full([in_a_closure], 1, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
-        in_full([bias_averaged], 1, "parameter 0 of its group 1 (weight of a Linear, of shape (3, 8))"),
-        ([alike, averaged, each_its_own, each_its_own], 4, "parameter 0 of its group 0 (bias of a Linear, of shape (3,))"),
+        ([each_its_own] * 8, 3, 1, BIAS),
+        in_full([in_a_closure], 4, 1, BIAS),
+        in_full([bias_averaged], 5, 1, WEIGHT),
+        ([alike, averaged, each_its_own, each_its_own], 6, 4, BIAS),
+        ([by_another] * 3, 7, 1, BIAS),
     ],
 )
-def test_what_trains_apart_is_named_once(two: Cluster, ways: list[Train], step: int, named: str) -> None:
-    (text,) = [text for of_each in two.run(said, ways) for text in of_each]
-    assert text.startswith(f"autoshard: before step {step} of an optimizer SGD, the gradient of {named} is not the same on all processes")
+def test_what_trains_apart_is_named_once(two: Cluster, ways: list[Train], outputs: int, step: int, named: str) -> None:
+    (text,) = [text for of_each in two.run(said, ways, outputs) for text in of_each]
+    named = named.format(outputs)
+    assert text.startswith(f"autoshard: in step {step} of an optimizer SGD, the gradient of {named} is not the same on all processes")
 
 
-@pytest.mark.parametrize(("way", "outputs"), [(averaged, 3), (alike, 3), in_full(standing_still, 3), (one_alone, 5)])
+@pytest.mark.parametrize(
+    ("way", "outputs"),
+    [(averaged, 9), in_full(averaged_in_a_hook, 10), (alike, 11), in_full(standing_still, 12), (one_alone, 13)],
+)
 def test_what_does_not_is_not(two: Cluster, way: Train, outputs: int) -> None:
     assert two.run(said, [way] * 4, outputs) == [[], []]
 

@@ -276,6 +276,33 @@ def test_what_is_gathered_again_is_the_same_for_batches_of_all_sizes(blocks: int
     assert found[0] == found[1] == found[2]
 
 
+class Pruned(nn.Module):
+    """Weights times a mask, of which backward reads the mask alone, in float64; or weights as they are."""
+
+    def __init__(self, blocks: int, masked: bool) -> None:
+        super().__init__()
+        self.layers, self.masked = nn.ModuleList(nn.Linear(64, 64) for _ in range(blocks)), masked
+        for layer in self.layers:
+            layer.register_buffer("mask", torch.ones(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            weight = (layer.weight * layer.mask).to(torch.float64) if self.masked else layer.weight
+            x = torch.nn.functional.linear(x.to(weight.dtype), weight, layer.bias.to(weight.dtype))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("blocks", [3, 8])
+def test_of_masked_and_cast_weights_as_much_is_gathered_again_as_of_others(blocks: int) -> None:
+    found = []
+    for masked in (False, True):
+        model = Pruned(blocks, masked)
+        graphs = rewritten(model, torch.randn(4, 64), plan_for(model, 3))
+        saved = [n.meta["val"] for n in graphs["forward"].graph.output_node().all_input_nodes if n.op != "placeholder"]
+        found.append((collectives(graphs["backward"]), sum(isinstance(v, Tensor) and v.shape == (64, 64) for v in saved)))
+    assert found[0] == found[1] and any("gather" in name for name in found[0][0])
+
+
 class Regions(Blocks):
     """Blocks, each in an activation-checkpoint region that also uses one shared layer."""
 

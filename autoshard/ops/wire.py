@@ -189,7 +189,7 @@ def pack_rows(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
 
 def _put_divided(parts: list[Tensor], flat: Tensor, over: int) -> None:
     """Puts these beside each other into `flat`, divided by `over`. On CPUs, where a pass through memory costs more than a call, in one."""
-    if over > 1 and flat.device.type == "cpu" and parts[0].dtype == flat.dtype:
+    if over > 1 and flat.device.type == "cpu" and all(part.dtype == flat.dtype for part in parts):
         for part, place in zip(parts, flat.split([part.shape[1] for part in parts], 1)):
             torch.div(part, over, out=place)
         return

@@ -38,6 +38,7 @@ TRANSFORMS = ("vmap", "grad", "jvp")
 
 WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is written to, until it is lowered
 _TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
+CASTS = (_TO_COPY, _CONVERT)
 _c10d = torch.ops._c10d_functional
 GATHERS = frozenset({_c10d.all_gather_into_tensor.default, GATHER_DIRECT})
 ALL_REDUCES = frozenset({_c10d.all_reduce.default, _c10d.all_reduce_.default})
@@ -205,6 +206,11 @@ def op_counts(gm: GraphModule) -> dict[str, int]:
 def example(node: Node) -> Any:
     """The fake value of a node."""
     return node.meta["val"]
+
+
+def inputs_at(joint: GraphModule, positions: Collection[int]) -> list[Node]:
+    """The inputs of a joint graph that are these of the graph that was traced."""
+    return [n for n in joint.graph.find_nodes(op="placeholder") if torch_internals.input_position(n) in positions]
 
 
 def fill_examples(gm: GraphModule) -> None:

@@ -31,7 +31,8 @@ from autoshard.passes.base import Context, Stage
 from autoshard.plan import Plan
 
 PREFIX = "block_"
-POLICY, BLOCKS, COPIES = "recompute", "blocks", "copies"  # in the meta of an outlined graph: see [Note: Policies], `_copies`; the blocks that it is
+# In the meta of an outlined graph: see [Note: Policies]; the blocks that it is; `Run.copies`; `Run.fixed`.
+POLICY, BLOCKS, COPIES, FIXED = "recompute", "blocks", "copies", "fixed"
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
 MODES = ("autocast", "inference_mode", "dual_level", *graphs.TRANSFORMS)  # that a graph enters and leaves
 # What transforms of functions call besides; nothing outside of them depends on it:
@@ -61,10 +62,10 @@ class OutlineBlocks:
         for runs in repeated:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
-                _outline(gm, same, policy, tuple(run.block for run in same), context.plan)
+                _outline(gm, same, policy, tuple(run.block for run in same), context)
         for run in _stretches(gm, context.plan) if repeated else ():
             if run.closed and run.uses_parameters(context):
-                _outline(gm, [run], "none", (), context.plan)
+                _outline(gm, [run], "none", (), context)
         return gm
 
 
@@ -73,21 +74,16 @@ def is_block(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(PREFIX)
 
 
-def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...], plan: Plan) -> None:
+def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, ...], context: Context) -> None:
     name = PREFIX + hashlib.sha256(f"{runs[0].key} {policy}".encode()).hexdigest()[:12]
-    body = runs[0].outlined()
-    body.meta[POLICY], body.meta[BLOCKS], body.meta[COPIES] = policy, blocks, frozenset(_copies(runs, plan))
-    gm.add_submodule(name, body)
+    if not hasattr(gm, name):
+        gm.add_submodule(name, runs[0].outlined())
+    meta: dict[str, Any] = getattr(gm, name).meta  # another stretch that is alike has the same graph
+    meta[POLICY], meta[BLOCKS] = policy, meta.get(BLOCKS, ()) + blocks
+    meta[COPIES] = meta.get(COPIES, frozenset()).union(*(run.copies(context.plan) for run in runs))
+    meta[FIXED] = meta.get(FIXED, runs[0].fixed(context)).intersection(*(run.fixed(context) for run in runs))
     for run in runs:
         run.replace_by_call(name)
-
-
-def _copies(runs: list[Run], plan: Plan) -> Iterator[int]:
-    """Which inputs are, of one of the runs at least, gathered copies that are not kept for backward."""
-    for run in runs:
-        for i, node in enumerate(run.inputs):
-            if graphs.is_call(node, graphs.UNSHARD) and plan.group_of[str(node.args[3])].degrees.parameter > 1:
-                yield i
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +121,17 @@ class Run:
         """Whether it takes whole parameters."""
         places = {n: i for i, n in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
         return any(graphs.is_call(n, *PARAMETERS) or places.get(n) in context.parameters for n in self.inputs)
+
+    def copies(self, plan: Plan) -> frozenset[int]:
+        """Which inputs are gathered copies that are not kept for backward."""
+        whole = ((i, node) for i, node in enumerate(self.inputs) if graphs.is_call(node, graphs.UNSHARD))
+        return frozenset(i for i, node in whole if plan.group_of[str(node.args[3])].degrees.parameter > 1)
+
+    def fixed(self, context: Context) -> frozenset[int]:
+        """Which inputs are parameters or buffers, as large on all processes."""
+        places = {n: i for i, n in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
+        of_model = {*context.parameters, *context.buffers}
+        return frozenset(i for i, n in enumerate(self.inputs) if graphs.is_call(n, *PARAMETERS) or places.get(n) in of_model)
 
     @cached_property
     def key(self) -> str:

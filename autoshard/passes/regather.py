@@ -4,8 +4,9 @@ what a node keeps (hpZ).
 [Note: Mixed with copies] All processes must gather the same again. torch's partitioner computes again what is cheaper to compute
 than to keep, by sizes, and batches differ: rows that were looked up in a parameter it keeps where they are few, and where they are
 many it looks them up again, in a copy that no other process gathers. So where backward reads nothing of a copy itself, what forward
-computes of it and of other values is not computed again, whatever its size. What is made of parameters alone is as large
-everywhere, and may be; so may what a region of activation checkpointing, or the plan's policy for a block, says is.
+computes of it and of other values is not computed again, whatever its size. What is made of parameters and buffers alone is as large
+everywhere, and may be; what is made of a copy element by element, such as a masked or a cast weight, is, or it would be kept whole in the
+copy's place; so may what a region of activation checkpointing, or the plan's policy for a block, says is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -46,33 +48,44 @@ class Regather:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             if degrees.parameter > 1 and not first:
                 copies.append(node)
-        keep_mixed(gm, copies)
+        keep_mixed(gm, copies, graphs.inputs_at(gm, {*context.parameters, *context.buffers}))
         return gm
 
 
-def keep_mixed(joint: GraphModule, copies: Collection[Node]) -> None:
+def keep_mixed(joint: GraphModule, copies: Collection[Node], fixed: Collection[Node]) -> None:
     """Tags what forward computes of copies that backward would gather again for nothing else. See [Note: Mixed with copies]. An
-    inference graph stays as it is."""
+    inference graph stays as it is. fixed: inputs that are parameters or buffers."""
     backward = backward_of(joint)
-    of_parameters = {*copies, *graphs.calls(joint, graphs.UNSHARD)}
-    touched = {copy for copy in copies if not _reads(backward, copy)}
+    fixed = {*fixed, *copies, *graphs.calls(joint, graphs.UNSHARD)}
+    touched, dropped = {copy for copy in copies if not _reads(backward, copy)}, {*copies}
     for node in joint.graph.nodes if backward else ():
         given = {source for source in node.all_input_nodes if isinstance(source.meta.get("val"), (Tensor, tuple, list))}
-        if node.op != "call_function" or node in backward or node in of_parameters or not given:
+        if node.op != "call_function" or node in backward or node in fixed or not given:
             continue
-        if given <= of_parameters:
-            of_parameters.add(node)
+        if given <= fixed:
+            fixed.add(node)
+        if node in fixed and given & dropped and _is_elementwise(node):
+            dropped.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         if given & touched:
-            if node in of_parameters or _is_same(node) or node.meta.get("recompute") in _AGAIN:
+            if node in fixed or _is_same(node) or node.meta.get("recompute") in _AGAIN:
                 touched.add(node)
             else:
                 for result in _results(node):
                     result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def _is_elementwise(node: Node) -> bool:
+    """Whether a node gives a view, or computes each number from one of each input, the same each time."""
+    if torch_internals.is_view(node.target) or node.target in graphs.CASTS:
+        return True
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
 def _results(node: Node) -> Collection[Node]:
     """The tensors that a node gives, which can be saved; a list of several cannot."""
-    return [node] if isinstance(node.meta["val"], Tensor) else node.users
+    return [node] if isinstance(node.meta.get("val"), Tensor) else node.users
 
 
 def _reads(backward: Collection[Node], copy: Node) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from autoshard.units import counted
 
 _WORD = 8  # bytes; taken byte by byte it is twenty times as slow
 
@@ -20,6 +23,18 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     device = flat[0].device if flat else None
     found = torch.stack([part.to(device) for part in flat]).tolist() if flat else []
     return [tuple(found.pop(0) for _ in each) for each in parts]
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Of fingerprints, for texts."""
+    return [zlib.crc32(repr(mark).encode()) for mark in fingerprints(tensors)]
+
+
+def arithmetic(device: torch.device) -> str:
+    """What decides how sums are rounded: what processes of one kind compute alike has the same bits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread', 'threads')}"
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -194,7 +194,8 @@ def _give(over: threading.Event) -> None:
     """The thread."""
     main, written = threading.main_thread(), 0.0
     launcher = group = None
-    while main.is_alive() and not over.wait(_LOOK):
+    while main.is_alive() and not over.is_set():
+        time.sleep(_LOOK)  # not in the event, whose lock its end may want, which the collector of garbage calls in any thread
         if time.monotonic() - written < INTERVAL:
             continue
         written = time.monotonic()

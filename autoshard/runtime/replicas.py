@@ -12,7 +12,6 @@ and rates but for rounding.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from autoshard.errors import DivergenceError
 from autoshard.runtime.agreement import Statement, digest
 from autoshard.runtime.dtensors import local
-from autoshard.runtime.fingerprint import fingerprints
+from autoshard.runtime.fingerprint import checksums
 from autoshard.runtime.meetings import Meetings
 
 Options = dict[str, Any]  # numbers, words and lists of them, by what they are called
@@ -101,8 +100,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _seen(parameters: Mapping[str, Tensor]) -> dict[str, int | None]:
     """Checksums of all gradients, None where there is none, and of all parameters."""
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
-    marks = fingerprints([*grads.values(), *map(local, parameters.values())])
-    checksums = [zlib.crc32(repr(mark).encode()) for mark in marks]
-    of_grads = dict(zip(grads, checksums))
+    marks = checksums([*grads.values(), *map(local, parameters.values())])
+    of_grads = dict(zip(grads, marks))
     found: dict[str, int | None] = {f"the gradient of {name!r}": of_grads.get(name) for name in parameters}
-    return found | {f"parameter {name!r}": mark for name, mark in zip(parameters, checksums[len(grads) :])}
+    return found | {f"parameter {name!r}": mark for name, mark in zip(parameters, marks[len(grads) :])}

@@ -53,9 +53,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         state.steps[type(optimizer).__name__] = how
     if taken:
         _leave_nothing_to_do(optimizer)
-    if not callable(closure) or not any_live():
+    if not callable(closure) or not states:
         return None
-    checked = _checked(closure, optimizer, states)
+    checked = _checked(closure, optimizer)
     return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
 
 
@@ -63,6 +63,8 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     if torch_internals.within_step(optimizer):
         return
     _give_back(optimizer)
+    if any_live() and not stepped_by(optimizer):
+        beside.after_step(optimizer)
     if any_early():  # few ask for it, and this is in every step
         for early in sorted((s.early for s in stepped_by(optimizer) if s.early), key=lambda early: early.number):
             naming_lost_peers(early.start)()
@@ -80,13 +82,13 @@ def _give_back(optimizer: Optimizer) -> None:
         group["params"] = parameters
 
 
-def _checked(closure: Callable[..., Any], optimizer: Optimizer, states: Sequence[ModelState]) -> Callable[[], Any]:
+def _checked(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[[], Any]:
     """The closure, and then what is said of its gradients."""
 
     @functools.wraps(closure)
     def checked(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
-        _check_gradients(optimizer, states)
+        _check_gradients(optimizer, stepped_by(optimizer))
         return loss
 
     return checked
@@ -94,8 +96,6 @@ def _checked(closure: Callable[..., Any], optimizer: Optimizer, states: Sequence
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
     stepped = fused_step.stepped_by(optimizer)
-    if not states and any_live():
-        beside.before_step(optimizer)
     for state in states:
         state.check_step(optimizer, stepped)
     strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
