@@ -14,7 +14,7 @@ parameters, which all processes have alike:
 
 What is in a stack and in no block of it (an embedding, a stage's downsampling) is as what lies outside of blocks. Names and shapes
 do not tell everything: two towers that are alike are as much a list of blocks as two layers with experts are, so each is one
-block; and one layer with experts that is alone, or beside a single one without, is taken for a stack of experts.
+block; and one layer with experts that is alone, or beside one or two without, is taken for a stack of experts.
 """
 
 from __future__ import annotations
