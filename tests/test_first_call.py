@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from itertools import accumulate
@@ -41,7 +42,7 @@ def peak_of_first_call() -> tuple[int, int, int]:
     before = allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         model = called_first(1024)
-        after = allocated() - before
+        after = min(map(allocated_in_a_while, range(10))) - before
     sizes = [e.nbytes() for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     return max(accumulate(sizes)), after, sum(p.numel() * 4 for p in model.parameters())
 
@@ -58,6 +59,12 @@ def allocated() -> int:
     libc.mallinfo2.restype = Malloc
     found = libc.mallinfo2()
     return int(found.size4 + found.size7)
+
+
+def allocated_in_a_while(_: int) -> int:
+    """When gloo's threads may have let go of what they sent last."""
+    time.sleep(0.05)
+    return allocated()
 
 
 def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
