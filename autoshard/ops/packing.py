@@ -62,7 +62,7 @@ def runs_of(grads: Sequence[Tensor], layout: Layout) -> list[list[int]]:
 
 
 def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """See `wire.pack_grads`."""
+    """See `wire.pack_rows`."""
     dtype = layout.travels(grads[0].dtype)
     if len(grads) == 1 and wire.apart(wire.shapes_of(grads), layout, dtype):
         flat = grads[0].to(dtype).reshape(-1)

@@ -156,11 +156,6 @@ def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin:
     return found
 
 
-def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """The flat tensors that go into reductions: for each process its rows of every gradient."""
-    return pack_rows([grad if lies_by_rank(tuple(grad.shape), layout) else rows_by_rank(grad, layout) for grad in grads], layout)
-
-
 def rows_by_rank(grad: Tensor, layout: Layout) -> Tensor:
     """(processes, elements of one): row r holds what belongs to position r of the group, and zeros behind its end."""
     full = tuple(grad.shape)
@@ -172,7 +167,7 @@ def rows_by_rank(grad: Tensor, layout: Layout) -> Tensor:
 
 
 def pack_rows(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """`pack_grads` of gradients that lie by rank.
+    """The flat tensors that go into reductions: for each process its rows of every gradient, all of which lie by rank.
 
     The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range. What is divided after it see in
     `Layout.divides`.
