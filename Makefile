@@ -46,6 +46,7 @@ bench-accuracy: $(VENV)/ready
 bench-links: $(VENV)/ready
 	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/messages.py
+	$(BIN)/python bench/sums.py
 	$(BIN)/python bench/timeline.py
 	$(BIN)/python bench/hierarchy.py
 	$(BIN)/python bench/compression.py
