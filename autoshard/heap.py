@@ -21,6 +21,7 @@ _census: list[weakref.ref[Any]] | None = None  # of all that are looked for, ins
 def alive(cls: type[_T]) -> list[_T]:
     """Every instance of `cls` that Python's garbage collector tracks; by type(), since `isinstance` asks proxies."""
     kinds = set(_kinds(cls))
+    assert _census is None or issubclass(cls, LOOKED_FOR), cls
     if _census is None:
         return _found(kinds)
     still: Iterator[Any] = (one() for one in _census)

@@ -119,8 +119,7 @@ class Run:
 
     def uses_parameters(self, context: Context) -> bool:
         """Whether it takes whole parameters."""
-        places = {n: i for i, n in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
-        return any(graphs.is_call(n, *PARAMETERS) or places.get(n) in context.parameters for n in self.inputs)
+        return len(self._of_model(context.parameters)) > 0
 
     def copies(self, plan: Plan) -> frozenset[int]:
         """Which inputs are gathered copies that are not kept for backward."""
@@ -129,9 +128,12 @@ class Run:
 
     def fixed(self, context: Context) -> frozenset[int]:
         """Which inputs are parameters or buffers, as large on all processes."""
+        return self._of_model({*context.parameters, *context.buffers})
+
+    def _of_model(self, positions: Collection[int]) -> frozenset[int]:
+        """Which inputs are whole parameters, or inputs of the graph at these positions."""
         places = {n: i for i, n in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
-        of_model = {*context.parameters, *context.buffers}
-        return frozenset(i for i, n in enumerate(self.inputs) if graphs.is_call(n, *PARAMETERS) or places.get(n) in of_model)
+        return frozenset(i for i, n in enumerate(self.inputs) if graphs.is_call(n, *PARAMETERS) or places.get(n) in positions)
 
     @cached_property
     def key(self) -> str:

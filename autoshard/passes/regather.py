@@ -5,8 +5,8 @@ what a node keeps (hpZ).
 than to keep, by sizes, and batches differ: rows that were looked up in a parameter it keeps where they are few, and where they are
 many it looks them up again, in a copy that no other process gathers. So where backward reads nothing of a copy itself, what forward
 computes of it and of other values is not computed again, whatever its size. What is made of parameters and buffers alone is as large
-everywhere, and may be; what is made of a copy element by element, such as a masked or a cast weight, is, or it would be kept whole in the
-copy's place; so may what a region of activation checkpointing, or the plan's policy for a block, says is.
+everywhere, and may be; so may what a region of activation checkpointing, or the plan's policy for a block, says is. What is made of a
+copy and these element by element, such as a masked or a cast weight, always is: it would be kept whole in the copy's place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Regather:
 def keep_mixed(joint: GraphModule, copies: Collection[Node], fixed: Collection[Node]) -> None:
     """Tags what forward computes of copies that backward would gather again for nothing else. See [Note: Mixed with copies]. An
     inference graph stays as it is. fixed: inputs that are parameters or buffers."""
-    backward = backward_of(joint)
+    backward = backward_of(joint) if copies else set()
     fixed = {*fixed, *copies, *graphs.calls(joint, graphs.UNSHARD)}
     touched, dropped = {copy for copy in copies if not _reads(backward, copy)}, {*copies}
     for node in joint.graph.nodes if backward else ():

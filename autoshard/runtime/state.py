@@ -232,11 +232,6 @@ def any_live() -> bool:
     return len(_live) > 0
 
 
-def any_early() -> bool:
-    """Whether gathers start after steps of some optimizer."""
-    return any(state.early for state in _live)
-
-
 def make_unusable(model: nn.Module, error: Exception) -> None:
     """Every further call of the model raises `error`: it is half sharded."""
 

@@ -20,7 +20,7 @@ from autoshard.errors import DivergenceError
 from autoshard.runtime import beside, fused_step, local_step, scaler
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import check_steps_on_shards, load_rows, scatter_loaded, stands_still
-from autoshard.runtime.state import ModelState, any_early, any_live, stepped_by
+from autoshard.runtime.state import ModelState, any_live, stepped_by
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,11 +63,11 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     if torch_internals.within_step(optimizer):
         return
     _give_back(optimizer)
-    if any_live() and not stepped_by(optimizer):
+    states = stepped_by(optimizer)
+    if not states and any_live():
         beside.after_step(optimizer)
-    if any_early():  # few ask for it, and this is in every step
-        for early in sorted((s.early for s in stepped_by(optimizer) if s.early), key=lambda early: early.number):
-            naming_lost_peers(early.start)()
+    for early in sorted((s.early for s in states if s.early), key=lambda early: early.number):
+        naming_lost_peers(early.start)()
 
 
 def _leave_nothing_to_do(optimizer: Optimizer) -> None:

@@ -16,9 +16,8 @@ from autoshard.torch_internals import storage_of
 
 
 def in_whole(state: Mapping[str, Any], keeps: bool) -> dict[str, Any]:
-    """The same with whole tensors on the CPU, copies of those that lie here; of what is tied and whole, one. Empty where this process does not
-    keep it. One tensor at a time is whole on every device. A collective, which all enter, whoever keeps it.
-    """
+    """The same with whole tensors on the CPU, copies of those that lie here; of what is tied and whole, one. Empty where this process
+    does not keep it. One tensor at a time is whole on every device. A collective, which all enter, whoever keeps it."""
     here = {storage_of(local(t)) for t in tree_leaves(dict(state)) if isinstance(t, Tensor) and t.layout == torch.strided}
     copies: dict[Any, Tensor] = {}
 
