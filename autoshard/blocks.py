@@ -31,19 +31,19 @@ class Halves:
 
 Differentiate = Callable[[GraphModule, list[Any]], Halves]
 Generate = Callable[[GraphModule, Phase], Callable[[list[Any]], Any]]
+Compile = Callable[[str, GraphModule], Block | None]
 
 
-def compile_blocks(gm: GraphModule, differentiate: Differentiate, generate: Generate) -> list[Block]:
+def compile_blocks(gm: GraphModule, compile: Compile) -> list[Block]:
     """Every outlined block compiled, its calls made calls of `autoshard::block`; the graph works as long as somebody
-    holds the list. The operations of a block that no op can stand for (it changes an input, or its results lie in the
-    memory of others) take their old place; if it is one that repeats, those of all."""
+    holds the list. compile: of a block's name and graph; None where no op can stand for it (see `compile_block`). The operations of such a block take their old place; if it is one that repeats, those of all."""
     calls: dict[str, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if is_block(node):
             calls[str(node.target)].append(node)
     made = {}
     for name in sorted(calls, key=lambda name: -len(calls[name])):
-        block = _compiled(graphs.body(gm, name), differentiate, generate)
+        block = compile(name, graphs.body(gm, name))
         if block is not None:
             made[name] = block
         elif len(calls[name]) > 1:
@@ -75,7 +75,8 @@ def _call_ops(gm: GraphModule, nodes: list[Node], block: Block, key: str) -> Non
         gm.graph.erase_node(node)
 
 
-def _compiled(body: GraphModule, differentiate: Differentiate, generate: Generate) -> Block | None:
+def compile_block(body: GraphModule, differentiate: Differentiate, generate: Generate) -> Block | None:
+    """An outlined block compiled; None where it changes an input, or its results lie in the memory of others."""
     given = [n.meta["example_value"] for n in body.graph.find_nodes(op="placeholder")]
     results = [n.meta["example_value"] for n in body.graph.output_node().all_input_nodes]
     if torch_internals.share_memory(results, [t for t in given if isinstance(t, Tensor)]):

@@ -14,7 +14,7 @@ from functorch.compile import aot_module_simplified, min_cut_rematerialization_p
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
-from autoshard.blocks import Halves, compile_blocks
+from autoshard.blocks import Halves, compile_block, compile_blocks
 from autoshard.console import Phases
 from autoshard.kernels.region import OPERATORS
 from autoshard.ops import block, direct, packing
@@ -88,7 +88,7 @@ class Compilation:
         rows = {i: torch_internals.Tracing.here().like(row) for i, row in takers(gm).items()}
         inputs = [rows.get(i, x) for i, x in enumerate(inputs)]
         with torch_internals.without_autograd_cache():
-            blocks = compile_blocks(gm, self.differentiate, self.generate)
+            blocks = compile_blocks(gm, lambda _, body: compile_block(body, self.differentiate, self.generate))
             outer = self.around(gm, blocks, inputs)
             run = outer._inductor(gm, inputs) if outer.inductor else outer._eager(gm, inputs)
         named = taking_rows(naming_lost_peers(run), tuple(rows))

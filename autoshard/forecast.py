@@ -31,7 +31,7 @@ from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
 from autoshard.plan import Plan
-from autoshard.rehearsal import DEFAULT, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
+from autoshard.rehearsal import DEFAULT, Known, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
 TRIALS = 6  # how many choices are simulated
@@ -52,6 +52,7 @@ class Forecaster:
     passes: Sequence[Pass] = DEFAULT
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
+    _written: Known = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
     _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -72,7 +73,7 @@ class Forecaster:
             memory={category: size for category, size in peak.categories.items() if size},
             place=_place(program, peak),
             error=accuracy.memory_error(self.cluster.device, self.inductor),
-            unknown=(*unknown, *_guessed(program), *_strange(self.cluster), *_behind(self.captured)),
+            unknown=(*unknown, *_strange(self.cluster), *_behind(self.captured)),
             seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
             seconds_error=accuracy.time_error(self.cluster.device, self.inductor),
             reserved=None if self.cluster.device.name == "cpu" else allocator.reserved(program),
@@ -80,11 +81,12 @@ class Forecaster:
         return replace(plan, predicted=found, regions=self.captured.regions)
 
     def simulated(self, plan: Plan) -> Simulated:
-        """The plan's program, its curve, its time, and what had to be assumed."""
+        """The plan's program, its curve, its time, and what had to be assumed or guessed."""
         key = (*_regathered(plan), plan.recompute, plan.ahead)
         if key not in self._known:
             held, unknown = self._held(plan)
-            self._known[key] = *self._simulate(plan, self._rehearsed(plan), held), unknown
+            program, *found = self._simulate(plan, self._rehearsed(plan), held)
+            self._known[key] = program, *found, (*unknown, *_guessed(program))
         return self._known[key]
 
     def costs(self, plan: Plan) -> tuple[Curve, Schedule]:
@@ -156,7 +158,8 @@ class Forecaster:
         """Stages that differ in what backward gathers again have this in common."""
         key = (*_layouts(plan), plan.recompute)
         if key not in self._ready:
-            self._ready[key] = prepare(self.captured, plan, self.inductor, fuses(self.codegen, self.cluster.device), self.passes)
+            fused = fuses(self.codegen, self.cluster.device)
+            self._ready[key] = prepare(self.captured, plan, self.inductor, fused, self.passes, self._written)
         return self._ready[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:

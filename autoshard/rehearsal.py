@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
-from autoshard.blocks import Halves, compile_blocks
+from autoshard.blocks import Halves, compile_block, compile_blocks
 from autoshard.capture import Capture
 from autoshard.codegen import Compilation, Joint
 from autoshard.console import Phases
@@ -27,7 +27,7 @@ from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Pass, Phase
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
-from autoshard.passes.outline_blocks import BLOCKS, POLICY
+from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, POLICY
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
@@ -57,9 +57,15 @@ def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
 
 
 def prepare(
-    captured: Capture, plan: Plan, inductor: bool, fuses: Device | None = None, passes: Sequence[Pass] = DEFAULT
+    captured: Capture,
+    plan: Plan,
+    inductor: bool,
+    fuses: Device | None = None,
+    passes: Sequence[Pass] = DEFAULT,
+    known: Known | None = None,
 ) -> Prepared:
-    """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run."""
+    """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run. known:
+    the blocks that were rehearsed before, of the same capture and with the same other arguments; those of this one are added."""
     gm = copy.deepcopy(captured.graph)
     residues = _write_layouts(gm, captured, plan)
     manager = PassManager(passes, Dump(None))
@@ -67,7 +73,7 @@ def prepare(
     with _tracing(captured):
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
         inputs += [captured.tracing.like(residue) for residue in residues]
-        return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs)
+        return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs, {} if known is None else known)
 
 
 @contextmanager
@@ -83,6 +89,18 @@ class Kind:
 
     joint: Joint
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WrittenBlock:
+    """A block that has graphs in the place of code. joint: what these were parted of."""
+
+    block: Block
+    joint: Joint
+
+
+# By a block's name, which says what it computes and what it saves, and which of its inputs are gathered copies and fixed; None where no op can stand for it.
+Known = MutableMapping[tuple[str, frozenset[int], frozenset[int]], WrittenBlock | None]
 
 
 @dataclass(frozen=True)
@@ -117,19 +135,36 @@ class _Rehearsal(Compilation):
         """Not code, but a bearer of the graph."""
         return Written(self.last(graph, phase))
 
-    def prepare(self, captured: Capture, gm: GraphModule, inputs: Sequence[Any]) -> Prepared:
+    def prepare(self, captured: Capture, gm: GraphModule, inputs: Sequence[Any], known: Known) -> Prepared:
         """All that `compile` does up to the partition."""
         gm = self.manager.run(("traced",), gm, self.context)
         kinds: list[Kind] = []
 
-        def differentiate(body: GraphModule, given: list[Any]) -> Halves:
-            joint = self.trace_block(body, given)
-            kinds.append(Kind(joint.copied(), body.meta[BLOCKS]))
-            return self.cut_block(joint, body.meta[POLICY])
+        def compile(name: str, body: GraphModule) -> Block | None:
+            key = name, body.meta[COPIES], body.meta[FIXED]
+            if key not in known:
+                known[key] = self._written(body)
+            written = known[key]
+            if written is None:
+                return None
+            kinds.append(Kind(written.joint, body.meta[BLOCKS]))
+            return written.block
 
-        blocks = compile_blocks(gm, differentiate, self.generate)
+        blocks = compile_blocks(gm, compile)
         outer = self.around(gm, blocks, inputs)
         return Prepared(captured, outer, outer.trace(gm, inputs), tuple(blocks), tuple(kinds if blocks else ()))
+
+    def _written(self, body: GraphModule) -> WrittenBlock | None:
+        """A block's graphs, and the one that they were parted of."""
+        traced: list[Joint] = []
+
+        def differentiate(body: GraphModule, given: list[Any]) -> Halves:
+            joint = self.trace_block(body, given)
+            traced.append(joint.copied())
+            return self.cut_block(joint, body.meta[POLICY])
+
+        block = compile_block(body, differentiate, self.generate)
+        return WrittenBlock(block, *traced) if block is not None else None
 
     def finish(self, joint: Joint, blocks: tuple[Block, ...]) -> Rehearsed:
         """Parts the graph and runs the last passes."""

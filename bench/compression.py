@@ -2,7 +2,7 @@
 
     python bench/compression.py [--rates 1000,200] [--hosts 2]
 
-All contenders take turns step by step in one job, as in bench/run.py. Writes bench/results/compression.md.
+All contenders take turns in one job, as in bench/run.py. Writes bench/results/compression.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python bench/early_gathers.py [--rates 0,1000] [--hosts 2]
 
-All contenders take turns step by step in one job, as in bench/run.py, with a pause after each step. Writes
+All contenders take turns in one job, as in bench/run.py, with a pause after each step. Writes
 bench/results/early_gathers.md.
 """
 

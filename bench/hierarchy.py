@@ -3,7 +3,7 @@
     python bench/hierarchy.py [--rates 0,1000] [--hosts 2] [--per-host 2]
 
 Hosts are network namespaces with several processes of one thread each; on two cores four of them compute at half the speed. All
-contenders take turns step by step in one job, as in bench/run.py. Writes bench/results/hierarchy.md.
+contenders take turns in one job, as in bench/run.py. Writes bench/results/hierarchy.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     worker.py ddp,autoshard0 --steps 15 --out steps.json           # step times, contenders side by side
     worker.py autoshard0 --memory --out memory.json                # peak memory and first step, one contender
 
-[Note: Side by side] All contenders take turns, one step each a round. So noise of the machine and of the network hits all
+[Note: Side by side] All contenders take turns, two steps each a round, of which the second is timed: a job's steps follow each other,
+and a first one would find connections that were idle, on which TCP begins slowly. So noise of the machine and of the network hits all
 alike, and the ratio of two steps of one round means something. Those of one project are in one process group, with processes of
 their own beside those of the others: what a project sets for its whole process (DeepSpeed changes torch, autoshard keeps freed
 memory) the others do not have.
@@ -84,18 +85,18 @@ def _play(players: Sequence[turns.Player], names: Sequence[str]) -> list[Measure
 
 
 def take_turns(names: Sequence[str], rounds: int, pause: float) -> None:
-    """Of one side, in a process that is told when: a step of each contender, with a pause of so many seconds after it."""
+    """Of one side, in a process that is told when: two steps of each contender, with a pause of so many seconds after each."""
     possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY
     runs = [(Measured(name), possible[name]()) for name in names]
     turns.answer(rounds=WARM_UP + rounds)
     for number in turns.told():
         if number == WARM_UP:
             _quiet_collector()
-        tokens = reference.batch(number, dist.get_rank())
         for measured, contender in runs:
-            seconds, loss = _timed(contender, tokens)
-            time.sleep(pause)
-            measured.losses.append(loss)
+            for step in (2 * number, 2 * number + 1):
+                seconds, loss = _timed(contender, reference.batch(step, dist.get_rank()))
+                time.sleep(pause)
+                measured.losses.append(loss)
             if number >= WARM_UP:
                 measured.seconds.append(seconds)
         turns.answer()

@@ -75,6 +75,19 @@ def test_alike_blocks_are_one_graph_and_what_is_before_them_another() -> None:
     assert _outlined(Stack([Block(), Block(), Block()]), torch.randn(4, 8)) == [0, 1, 1, 1]
 
 
+def test_blocks_of_a_list_that_is_made_in_forward_are_found() -> None:
+    """transformers goes through `self.layers[:n]`, a new ModuleList, which tells torch that it was made."""
+
+    class Sliced(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks[:2]:
+                x = block(x)
+            return x.pow(2).mean()
+
+    assert _outlined(Sliced([Block(), Block(), Block()]), torch.randn(4, 8)) == [0, 1, 1]
+
+
 def test_blocks_that_differ_in_a_constant_are_not_alike() -> None:
     class Scaled(Block):
         def __init__(self, scale: float) -> None:

@@ -35,9 +35,11 @@ PREFIX = "block_"
 POLICY, BLOCKS, COPIES, FIXED = "recompute", "blocks", "copies", "fixed"
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
 MODES = ("autocast", "inference_mode", "dual_level", *graphs.TRANSFORMS)  # that a graph enters and leaves
-# What transforms of functions call besides; nothing outside of them depends on it:
+# What transforms of functions call besides, on which nothing outside of them depends, and what a module that is made in forward does
+# (`self.layers[:n]` is one):
 _HARMLESS = (
-    "lazy_load_decompositions", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "set_inplace_requires_grad_allowed"
+    "lazy_load_decompositions", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "set_inplace_requires_grad_allowed",
+    "_log_api_usage_once",
 )  # fmt: skip
 
 
