@@ -85,8 +85,8 @@ class Forecaster:
         key = (*_regathered(plan), plan.recompute, plan.ahead)
         if key not in self._known:
             held, unknown = self._held(plan)
-            program, *found = self._simulate(plan, self._rehearsed(plan), held)
-            self._known[key] = program, *found, (*unknown, *_guessed(program))
+            program, curve, took = self._simulate(plan, self._rehearsed(plan), held)
+            self._known[key] = program, curve, took, (*unknown, *_guessed(program))
         return self._known[key]
 
     def costs(self, plan: Plan) -> tuple[Curve, Schedule]:

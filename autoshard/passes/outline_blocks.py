@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,10 +66,27 @@ class OutlineBlocks:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
                 _outline(gm, same, policy, tuple(run.block for run in same), context)
+        if not repeated:
+            _say_what_keeps_them(gm, context.plan, self.least)
         for run in _stretches(gm, context.plan) if repeated else ():
             if run.closed and run.uses_parameters(context):
                 _outline(gm, [run], "none", (), context)
         return gm
+
+
+def _say_what_keeps_them(gm: GraphModule, plan: Plan, least: int) -> None:
+    """That a call may switch a mode would be seen in the time that compiling takes alone."""
+    nodes = list(gm.graph.nodes)
+    call = next((node for node in nodes if _may_switch(node)), None)
+    behind = nodes[nodes.index(call) :] if call is not None else []
+    blocks = {_block(gm, node, plan.stacks) for node in behind if node.op.startswith("call_")} - {None}
+    if call is not None and len(blocks) >= least:
+        warnings.warn(
+            f"outline_blocks: {graphs.callee(call)}, which forward calls, may switch a mode that the {len(blocks)} blocks behind it are "
+            "in, so they are compiled together and not once for all that are alike, which takes longer; legal: a mode that is entered "
+            "around the call of the model",
+            stacklevel=2,
+        )
 
 
 def is_block(node: Node) -> bool:
@@ -223,17 +241,20 @@ def _in_another_mode(gm: GraphModule) -> set[Node]:
         if node.target is torch_internals.SET_GRAD_ENABLED:
             gradients = node.args[0]
         elif node.op == "call_function" and _value(node) is None:
-            change = graphs.entered(node, *MODES)
-            entered += change
-            unknown = unknown or not (change or _is_harmless(node))
+            entered += graphs.entered(node, *MODES)
+            unknown = unknown or _may_switch(node)
         if entered or unknown or gradients is not torch.is_grad_enabled():
             found.add(node)
     return found
 
 
-def _is_harmless(node: Node) -> bool:
-    """Whether a call that gives nothing switches no mode. A write has what it writes to, and a check what it checks."""
-    return graphs.callee(node) in _HARMLESS or any(_value(source) is not None for source in node.all_input_nodes)
+def _may_switch(node: Node) -> bool:
+    """Whether a call gives nothing and is none that is known: it may switch any mode. A write has what it writes to, and a check what it
+    checks."""
+    if node.op != "call_function" or node.target is torch_internals.SET_GRAD_ENABLED or _value(node) is not None:
+        return False
+    known = graphs.callee(node) in _HARMLESS or graphs.entered(node, *MODES)
+    return not known and all(_value(source) is None for source in node.all_input_nodes)
 
 
 def _sets_mode(node: Node) -> bool:
