@@ -15,7 +15,7 @@ from autoshard.cost_model.hardware import DEVICES
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
 from tests.small import config, in_full
-from tests.test_cost_model import grown
+from tests.peaks import grown
 from tests.test_low_rank import residues
 
 STATE = ("parameters", "optimizer", "buffers", "inputs")

@@ -35,7 +35,7 @@ from tests import models
 from tests.cluster import Cluster as Processes
 from tests.parity import measure
 from tests.small import TOLERANCE, config, in_full
-from tests.test_cost_model import grown
+from tests.peaks import grown
 
 HERE = Cluster(1, 1, measured_here("cpu"))
 Codegen = Literal["eager", "inductor"]

@@ -27,7 +27,7 @@ from autoshard.torch_internals import KEEPS_OPERATORS
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
 from tests.small import config, in_full
-from tests.test_cost_model import grown
+from tests.peaks import grown
 
 pytestmark = pytest.mark.skipif(not KEEPS_OPERATORS, reason="torch before 2.13 takes an embedding's gradient apart")
 HOSTS = Machines(2, 1, DEVICES["cpu"])
