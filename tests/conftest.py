@@ -59,3 +59,15 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
     name = {2: "two", 3: "three", 4: "four"}[request.param]
     found: Cluster = request.getfixturevalue(name)
     return found
+
+
+@pytest.fixture(scope="module")
+def many_processes() -> Iterator[None]:
+    """This process stands for rank 0 of those of a fake group; see rewriting.py."""
+    import torch.distributed as dist
+
+    from tests.rewriting import WORLD
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()

@@ -23,8 +23,9 @@ from autoshard.ops import packing
 from autoshard.passes import graphs
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.rehearsal import rehearse
-from tests import test_checkpointing
-from tests.test_passes import Blocks, many_processes, plan_for, rewritten  # noqa: F401  (a fixture of a module)
+from tests.rewriting import Blocks, plan_for, rewritten
+
+pytestmark = pytest.mark.usefixtures("many_processes")
 
 
 def _operations(gm: GraphModule) -> Counter[str]:
@@ -126,15 +127,6 @@ def test_tensors_beside_parameters_are_captured() -> None:
 def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(UnsupportedError, match="Holds cannot be planned, since copy.deepcopy fails of it .TypeError: cannot pickle"):
         capture(Holds(threading.Lock()), torch.zeros(2, 8))
-
-
-@pytest.mark.parametrize(("around", "inside"), [("none", "none"), ("plain", "none"), ("none", "plain")])
-def test_blocks_traced_once_compute_again_what_their_regions_hold(around: str, inside: str) -> None:
-    model = test_checkpointing.Deep(around, inside)
-    rehearsed = rehearse(capture(model, torch.randn(4, 8)), plan_for(model, 3), inductor=False)
-    backwards = [rehearsed.backward, *(block.backward.graph for block in rehearsed.blocks)]  # type: ignore[union-attr]
-    again = [len(graphs.calls(gm, torch.ops.aten.addmm.default)) for gm in backwards if gm is not None]
-    assert any(again) == ((around, inside) != ("none", "none"))
 
 
 def test_sizes_are_those_of_the_example_whatever_was_traced_before() -> None:
