@@ -14,6 +14,7 @@ import autoshard
 from tests.parity import rank0_copy
 
 TOLERANCE = 1e-4
+ALONE = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(3))  # [step, batch, feature], for one process
 
 
 def in_full(*values: Any) -> Any:
