@@ -46,6 +46,17 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x))).pow(2).mean()
 
 
+class Encoder(nn.Module):
+    """Without a loss of its own, for loops that put several outputs together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
 def compiled_pair(config: autoshard.Config, build: Callable[[], nn.Module] | None = None) -> tuple[nn.Module, nn.Module, Any]:
     """(model, plain copy, compiled)"""
     torch.manual_seed(0)

@@ -276,3 +276,25 @@ def step_outside(what: str) -> str:
 def test_parameters_that_nothing_reduces_are_refused(two: Cluster, what: str, says: str) -> None:
     for text in two.run(step_outside, what):
         assert text.startswith(says), text
+
+
+class Penalized(Net):
+    """Uses its parameters directly, as a penalty on weights may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.pow(2).sum() for p in self.parameters())
+
+
+def penalized(zero: int) -> str:
+    compiled: Any = torch.compile(Penalized(), backend=autoshard.backend(config(zero)))
+    try:
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_parameters_used_inside_forward_are_refused(two: Cluster, zero: int) -> None:
+    for text in two.run(penalized, zero):
+        assert "UnsupportedError: forward uses parameter 'up.weight' other than through its module" in text, text
