@@ -71,3 +71,9 @@ def many_processes() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=WORLD)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept between jobs, sources of kernels among it, goes to a folder of these tests alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
