@@ -1,14 +1,41 @@
-"""Peaks of memory, as measured."""
+"""Peaks of memory: by how much a step goes above what is there between steps, measured and predicted."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+
+from autoshard.plan import Prediction
+from tests.small import step_each
+
+HELD = ("parameters", "optimizer", "buffers", "inputs")  # between steps
+
+
+def above_held(predicted: Prediction) -> int:
+    """By how many bytes a step is predicted to go above what is there between steps."""
+    return predicted.peak_bytes - sum(predicted.memory.get(category, 0) for category in HELD)
+
+
+def grown_in_a_step(loss: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """The same as measured, once two steps have made all that stays. Processes begin the measured one together."""
+
+    def step() -> None:
+        loss().backward()
+        step_each(optimizer)
+
+    for _ in range(2):
+        step()
+    if dist.is_initialized():
+        dist.barrier()
+    return grown(step)
 
 
 def grown(step: Any) -> int:

@@ -23,7 +23,7 @@ from autoshard.kernels.source import load
 from autoshard.passes import graphs
 from autoshard.passes.seed_dropout import SeedDropout
 from tests.kernels import CONTEXT, EPSILON, Function, apart, as_list, compiled_as, fused, random, run, spilled, traced, triton
-from tests.small import in_full
+from tests.small import in_full, same
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 aten = torch.ops.aten
@@ -291,7 +291,7 @@ def test_every_tile_gives_the_same() -> None:
     sized = region.sized((), False)
     for tile in like(sized.tile):
         region.at_sizes[(), False] = dataclasses.replace(sized, tile=tile)
-        assert all(map(torch.equal, region.launched([x], interpret=True), expected))
+        assert same(region.launched([x], interpret=True), expected)
 
 
 # --- on GPUs

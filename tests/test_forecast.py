@@ -23,7 +23,7 @@ from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.report import plan_tables, rendered
-from tests.peaks import grown
+from tests.peaks import above_held, grown_in_a_step
 from tests.small import in_full
 
 
@@ -81,16 +81,7 @@ def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen
     optimizer = torch.optim.AdamW(model.parameters())
     torch.compiler.reset()
     compiled = torch.compile(model, backend=autoshard.backend(Config(codegen=codegen, verbose=False)))  # type: ignore[arg-type]
-
-    def step() -> None:
-        compiled(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    held = sum(predicted.memory.get(c, 0) for c in ("parameters", "optimizer", "buffers", "inputs"))
-    assert predicted.peak_bytes - held == pytest.approx(grown(step), rel=0.03)
+    assert above_held(predicted) == pytest.approx(grown_in_a_step(lambda: compiled(x), optimizer), rel=0.03)
     state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
     assert predicted.memory["optimizer"] == state
     assert predicted.memory["parameters"] == sum(p.numel() * p.element_size() for p in model.parameters())

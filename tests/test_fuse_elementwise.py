@@ -26,7 +26,7 @@ from autoshard.passes.fuse_elementwise import FuseElementwise
 from autoshard.passes.manager import PassManager
 from tests.kernels import CONTEXT, fused, random, traced
 from tests.models import CASES
-from tests.small import Net, in_full
+from tests.small import Net, in_full, same
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -60,7 +60,7 @@ def test_a_model_s_regions_give_what_its_operations_give(name: str, monkeypatch:
     plain, none = step(model, inputs, False, Context(CONTEXT.plan))
     assert not none
     one_by_one, kernels = step(model, inputs, False, CONTEXT)
-    assert kernels and all(map(torch.equal, one_by_one, plain))
+    assert kernels and same(one_by_one, plain)
     monkeypatch.setattr(Region, "run", lambda region, tensors: region.launched(tensors, interpret=True))
     by_kernels, _ = step(model, inputs, False, CONTEXT)
     for ours, theirs in zip(by_kernels, plain):

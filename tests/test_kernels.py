@@ -22,7 +22,7 @@ from autoshard.optim import Lion
 from autoshard.runtime import fused_step
 from autoshard.runtime.fused_step import FAMILIES, LION, Family, Gradients
 from tests.kernels import EPSILON, apart, compiled_as, spilled
-from tests.small import in_full
+from tests.small import in_full, same
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -141,7 +141,7 @@ def test_every_tile_takes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
         steps(optim.AdamW(ours, lr=0.01), ours, 0, FAMILIES[optim.AdamW])
         taken.append(ours)
     for others in taken[1:]:
-        assert all(map(torch.equal, taken[0], others))
+        assert same(taken[0], others)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

@@ -15,7 +15,7 @@ import autoshard
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
-from tests.small import TOLERANCE, Encoder, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import TOLERANCE, Encoder, backward_beside, backward_of_all, compiled_pair, config, in_full, inputs_of, step_each
 
 Models = list[Any]
 Optimizers = list[optim.Optimizer]
@@ -205,13 +205,12 @@ def test_averaged_models(two: Cluster, zero: int, wrapped: bool) -> None:
 
 def backward_twice(zero: int) -> Distance:
     model, plain, compiled = compiled_pair(config(zero))
-    distance, world = Distance(), dist.get_world_size()
+    distance = Distance()
     for inputs in inputs_of(2):
         loss = compiled(inputs[dist.get_rank()])
         loss.backward(retain_graph=True)
         loss.backward()
-        for x in inputs:
-            (2 * plain(x) / world).backward()
+        backward_of_all(plain, inputs, 2)
         see_gradients(distance, model, plain)
     return distance
 

@@ -22,10 +22,9 @@ from autoshard.passes import graphs
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import rehearse
-from autoshard.runtime.residue import Residue, residues_of
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
-from tests.small import config, in_full, what_is_said
+from tests.small import config, in_full, residues, same, what_is_said
 
 
 class Net(nn.Module):
@@ -235,10 +234,6 @@ def trained(precision: str | None) -> tuple[list[float], list[Tensor], set[str]]
     return losses, [p.detach() for p in model.parameters()], set(model.state_dict())
 
 
-def residues(model: nn.Module) -> list[Residue]:
-    return [residue for module in model.modules() for residue in residues_of(module).values()]
-
-
 def errors(model: nn.Module) -> list[Tensor]:
     return [r.error.detach() for r in residues(model)]
 
@@ -246,7 +241,7 @@ def errors(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("precision", [None, in_full("bf16")])
 def test_it_trains_and_all_processes_stay_alike(two: Cluster, precision: str | None) -> None:
     (losses, first, names), (_, second, _) = two.run(trained, precision)
-    assert losses[-1] < 0.7 * losses[0] and all(torch.equal(a, b) for a, b in zip(first, second))
+    assert losses[-1] < 0.7 * losses[0] and same(first, second)
     assert names == set(Net().state_dict())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autoshard
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, sgd
-from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each, trained_beside
 
 
 class Reader(nn.Module):
@@ -47,13 +47,9 @@ def changing_shapes(zero: int) -> tuple[Distance, int]:
     distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
     for step in range(20):
         batches = [padded_batch(step, r) for r in range(world)]
-        compiled(batches[rank]).backward()
-        for ids in batches:
-            (plain(ids) / world).backward()
+        backward_beside(compiled, plain, batches)
         see_gradients(distance, model, plain)
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        step_each(optimizer, reference)
         if step % 3 == 2:
             with torch.no_grad():
                 distance.see("loss", compiled(batches[rank]), plain(batches[rank]))
@@ -145,12 +141,7 @@ def evaluated_first(zero: int) -> tuple[Distance, bool]:
     model, plain, compiled = compiled_pair(config(zero))
     with torch.inference_mode():
         compiled(inputs_of(1)[0, dist.get_rank()])
-    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
-    for x in inputs_of(3):
-        backward_beside(compiled, plain, x)
-        step_each(optimizer, reference)
-    distance = Distance()
-    see_state(distance, model, plain)
+    distance = trained_beside(model, plain, compiled, [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)])
     return distance, any(p.is_inference() for p in model.parameters())
 
 

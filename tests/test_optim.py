@@ -16,7 +16,7 @@ from autoshard.runtime import fused_step
 from autoshard.runtime.norm import norm_of
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
-from tests.small import ALONE, TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import ALONE, TOLERANCE, Net, backward_beside, backward_of_all, compiled_pair, config, in_full, inputs_of, step_each
 
 LIMIT = 0.05  # of the gradients' norm, so that every step is clipped
 OURS: dict[str, Any] = {
@@ -81,11 +81,9 @@ def scaled() -> tuple[Distance, list[float], bool]:
         if step == 1:
             stayed = torch.equal(before, whole(model.up.weight))
             continue
-        for x in inputs:
-            (plain(x) / len(inputs)).backward()
+        backward_of_all(plain, inputs)
         distance.see("norm", optimizer.norm, nn.utils.clip_grad_norm_(plain.parameters(), LIMIT))
-        reference.step()
-        reference.zero_grad()
+        step_each(reference)
     see_state(distance, model, plain)
     return distance, scales, stayed
 

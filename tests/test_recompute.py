@@ -22,7 +22,7 @@ from tests import models
 from tests.cluster import Cluster as Processes
 from tests.parity import measure
 from tests.recomputed import HERE, TEXT, Codegen, Deep, Stack, forecaster_of, inputs, planned, trained, two_steps, with_policies
-from tests.small import TOLERANCE, config, in_full
+from tests.small import TOLERANCE, config, in_full, same
 
 
 class Moving(nn.Linear):
@@ -99,14 +99,14 @@ def test_results_are_bitwise_those_without(make: type[nn.Module], policy: Any) -
     again = with_policies(plan, make, [policy] if isinstance(policy, str) else policy)
     plain = trained(make, x, plan, "eager")
     ours = trained(make, x, again, "eager")
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert same(plain, ours)
 
 
 def test_an_operator_that_torch_does_not_have_runs_once() -> None:
     plain = planned(forecaster_of(Strange(), inputs()))
     expected = trained(Strange, inputs(), plain, "eager")
     got = trained(Strange, inputs(), with_policies(plain, Strange, ["full"]), "eager")
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert same(expected, got)
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_it_composes_with_other_shapes_evaluation_and_accumulation(make: type[nn
     plan = planned(forecaster_of(make(), inputs()))
     again = with_policies(plan, make, ["full"])
     plain, ours = (_loop(make, p) for p in (plan, again))
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert same(plain, ours)
 
 
 def _loop(make: type[nn.Module], plan: Plan) -> list[Tensor]:
@@ -209,7 +209,7 @@ def test_backward_has_what_a_buffer_was(policy: str, codegen: Codegen) -> None:
 def test_what_takes_graphs_is_saved() -> None:
     plan = planned(forecaster_of(Choice(), inputs()))
     usual, again = (trained(Choice, inputs(), p, "eager") for p in (plan, with_policies(plan, Choice, ["full"])))
-    assert all(map(torch.equal, usual, again))
+    assert same(usual, again)
     backward = rehearse(capture(Choice(), inputs()), with_policies(plan, Choice, ["full"]), inductor=False).backward
     assert backward is not None and sum("cond" in str(node.target) for node in backward.graph.nodes) == 2  # those of backward alone
 

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.errors import UnsupportedError
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
-from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import TOLERANCE, Net, backward_of_all, compiled_pair, config, in_full, inputs_of, step_each
 
 
 def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
@@ -22,7 +22,7 @@ def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
     model, plain, compiled = compiled_pair(config(zero))
     optimizer, reference = (optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    distance, rank = Distance(), dist.get_rank()
     scales, skipped = [], []
     for step, inputs in enumerate(inputs_of(4)):
         scaler.scale(compiled(inputs[rank])).backward()
@@ -38,8 +38,7 @@ def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
         skipped.append(torch.equal(before, whole(model.up.weight)))
         scales.append(scaler.get_scale())
         if step != 1:
-            for x in inputs:
-                (plain(x) / world).backward()
+            backward_of_all(plain, inputs)
             distance.see("norm", whole(norm), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
             step_each(reference)
     see_state(distance, model, plain)

@@ -16,7 +16,7 @@ import autoshard
 from autoshard.errors import StaleParameterError, UnsupportedError
 from tests.cluster import Cluster
 from tests.parity import Distance, measure, rank0_copy, see_state, sgd, whole
-from tests.small import TOLERANCE, Net, compiled_pair, config, inputs_of
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, inputs_of, step_each
 
 
 def on_two_axes() -> tuple[Distance, str, tuple[int, ...]]:
@@ -54,12 +54,8 @@ def apart() -> tuple[Distance, list[int]]:
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
     distance = Distance()
     for inputs in inputs_of(5):
-        compiled(inputs[dist.get_rank()]).backward()
-        for x in inputs:
-            (plain(x) / 2).backward()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
     with autoshard.gathered(compiled) as whole_model:
         see_state(distance, whole_model, plain)
     return distance, [p.to_local().numel() for p in model.parameters()]  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
+from tests.small import same
 
 
 def test_step_hooks_of_one_optimizer_are_seen() -> None:
@@ -117,7 +118,7 @@ def test_fused_steps_are_torchs() -> None:
         torch_internals.fused_adam(lists, decoupled=i == 0, weight_decay=decay, **adam)
     momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
     torch_internals.fused_sgd(([ours[2]], [grads[2]], [torch.zeros(4)]), **{**common, "lr": 0.1}, **momentum)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert same(ours, theirs)
 
 
 def test_lists_of_tensors_are_gone_through_at_once() -> None:
