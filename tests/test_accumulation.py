@@ -25,7 +25,16 @@ from tests.parity import (
     see_state,
     whole,
 )
-from tests.small import TOLERANCE, Net, backward_of_all, compiled_pair, config, in_full, inputs_of, what_is_said
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_of_all,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    what_is_said,
+)
 
 # What a gradient is inside no_sync, by stage.
 INSIDE = {0: "own", 1: "part", 2: "rows", 3: "rows"}
@@ -147,6 +156,7 @@ def replaced_inside(zero: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("zero", [0, in_full(1)])
 def test_what_replaces_a_held_gradient_is_held(two: Cluster, zero: int) -> None:
     for found in two.run(replaced_inside, zero):
+        assert len(found) == 3 * 4
         for gradient, expected in found:
             torch.testing.assert_close(gradient, expected)
 

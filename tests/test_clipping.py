@@ -9,7 +9,16 @@ from torch import nn
 
 from tests.cluster import Cluster
 from tests.parity import Distance, see_gradients, whole
-from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, what_is_said
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    what_is_said,
+)
 
 
 class Narrow(Net):

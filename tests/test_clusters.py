@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost_model.cluster import TABLES, Cluster, cache_file, measured_by, measured_here, preset, with_rate
+from autoshard.cost_model.cluster import (
+    TABLES,
+    Cluster,
+    cache_file,
+    measured_by,
+    measured_here,
+    preset,
+    with_rate,
+)
 from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
 from autoshard.errors import ClusterError
 

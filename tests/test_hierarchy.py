@@ -83,7 +83,7 @@ def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shape
     for rank in range(count * node):
         of_nodes = [_reduce(grads[n * node : n * node + node], between, inside, rank % node) for n in range(count)]
         found = _reduce(of_nodes, [tuple(w[rank].shape) for w in wanted], across, rank // node)
-        for ours, theirs in zip(found, wanted):
+        for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs[rank])
 
 

@@ -110,7 +110,7 @@ def test_a_hundred_steps_are_torchs(kind: type[optim.Optimizer]) -> None:
         steps(optimizer, ours, at, FAMILIES[kind])
         steps(reference, theirs, at, None)
     assert worst(ours, theirs) <= 1e-6
-    states = zip(optimizer.state.values(), reference.state.values())
+    states = zip(optimizer.state.values(), reference.state.values(), strict=True)
     assert all(a.keys() == b.keys() for a, b in states)
 
 

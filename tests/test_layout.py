@@ -72,7 +72,7 @@ def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
     sent = [wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(layout.size)]
-    for ours, theirs in zip(wire.unpack_full(_as_gathered(sent), shapes, layout), full):
+    for ours, theirs in zip(wire.unpack_full(_as_gathered(sent), shapes, layout), full, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -105,7 +105,7 @@ def test_a_reduction_gives_each_process_its_rows_of_the_mean(
         brought = _as_gathered([[rows[rank] for rows in one] for one in sent])
         flat = wire.sum_rows(brought, layout.size, torch.float32)
         got = wire.unpack_shards(flat, shards, shapes, torch.float32, layout)
-        for ours, theirs in zip(got, wanted):
+        for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours, theirs[rank])
 
 

@@ -15,7 +15,17 @@ import autoshard
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
-from tests.small import TOLERANCE, Encoder, backward_beside, backward_of_all, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import (
+    TOLERANCE,
+    Encoder,
+    backward_beside,
+    backward_of_all,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+)
 
 Models = list[Any]
 Optimizers = list[optim.Optimizer]
@@ -259,8 +269,9 @@ def seeds(zero: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_dropout_is_each_process_s_own_and_repeats_by_seed(two: Cluster, zero: int) -> None:
-    (first, again, _), (second, again_too, _) = two.run(seeds, zero)
+    (first, again, common), (second, again_too, common_too) = two.run(seeds, zero)
     assert torch.equal(first, again) and torch.equal(second, again_too) and not torch.equal(first, second)
+    assert torch.equal(common, common_too) and not torch.equal(common, first)
 
 
 def generate_inside(zero: int) -> bool:

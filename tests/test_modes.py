@@ -13,7 +13,17 @@ from torch import Tensor, nn
 import autoshard
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, sgd
-from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, step_each, trained_beside
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+    trained_beside,
+)
 
 
 class Reader(nn.Module):

@@ -16,7 +16,18 @@ from autoshard.runtime import fused_step
 from autoshard.runtime.norm import norm_of
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
-from tests.small import ALONE, TOLERANCE, Net, backward_beside, backward_of_all, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import (
+    ALONE,
+    TOLERANCE,
+    Net,
+    backward_beside,
+    backward_of_all,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+)
 
 LIMIT = 0.05  # of the gradients' norm, so that every step is clipped
 OURS: dict[str, Any] = {

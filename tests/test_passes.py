@@ -139,10 +139,7 @@ def test_changed_buffers_take_one_message_a_dtype() -> None:
 
     whole = Sum()
     graphs = rewritten(whole, torch.randn(4, 8), plan_for(whole, 0))
-    assert collectives(graphs["forward"]) == ["broadcast 2", "broadcast 32"] or collectives(graphs["forward"]) == [
-        "broadcast 32",
-        "broadcast 2",
-    ]
+    assert sorted(collectives(graphs["forward"])) == ["broadcast 2", "broadcast 32"]
 
 
 class Between(nn.Module):

@@ -21,7 +21,19 @@ from autoshard.rehearsal import rehearse
 from tests import models
 from tests.cluster import Cluster as Processes
 from tests.parity import measure
-from tests.recomputed import HERE, TEXT, Codegen, Deep, Stack, forecaster_of, inputs, planned, trained, two_steps, with_policies
+from tests.recomputed import (
+    HERE,
+    TEXT,
+    Codegen,
+    Deep,
+    Stack,
+    forecaster_of,
+    inputs,
+    planned,
+    trained,
+    two_steps,
+    with_policies,
+)
 from tests.small import TOLERANCE, config, in_full, same
 
 
@@ -107,6 +119,9 @@ def test_an_operator_that_torch_does_not_have_runs_once() -> None:
     expected = trained(Strange, inputs(), plain, "eager")
     got = trained(Strange, inputs(), with_policies(plain, Strange, ["full"]), "eager")
     assert same(expected, got)
+    forward, backward = _targets(Strange(), inputs())
+    assert sum("noise" in t for t in forward) == 2 and not any("noise" in t for t in backward)
+    assert any("addmm" in t for t in backward)  # and what is around it twice
 
 
 @pytest.mark.full

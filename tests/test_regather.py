@@ -47,7 +47,7 @@ def test_what_is_gathered_again_is_the_same_for_batches_of_all_sizes(blocks: int
         plan = replace(plan_for(model, 3), recompute=tuple((f"layers.{i}", policy) for i in range(blocks)) * (policy != "none"))
         graphs = rewritten(model, torch.zeros(tokens, dtype=torch.long), plan)
         found.append([collectives(graphs[phase]) for phase in ("forward", "backward")])
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] and any("gather" in name for name in found[0][1])
 
 
 class Pruned(nn.Module):

@@ -183,8 +183,10 @@ def test_backward_of_stage_3_gathers_each_block_just_before_it_is_used(tied: boo
     plan = make_plan(captured.inventory, Config(zero=3, replicate_below=30), Circumstances(Cluster(1, 2, DEVICES["h100"]), None))
     backward = rehearse(captured, plan, inductor=False).backward
     assert backward is not None
-    ahead = 0
+    ahead = most = 0
     for node in backward.graph.nodes:
         ahead += graphs.is_call(node, *graphs.GATHERS)
         ahead -= graphs.is_call(node, torch.ops._c10d_functional.reduce_scatter_tensor.default)
-        assert ahead <= 3, f"{node.name}: whole parameters of {ahead} groups at once"
+        most = max(most, ahead)
+        assert ahead <= 2, f"{node.name}: whole parameters of {ahead} groups at once"
+    assert most

@@ -74,7 +74,7 @@ def go_on(folder: str, zero: int, early: bool) -> tuple[Distance, list[str]]:
     train(compiled, optimizer, 2)
     distance = Distance()
     see_state(distance, model, plain)
-    for a, b in zip(optimizer.state.values(), reference.state.values()):
+    for a, b in zip(optimizer.state.values(), reference.state.values(), strict=True):
         distance.see("parameter", whole(a["exp_avg_sq"]), b["exp_avg_sq"])
     return distance, sorted(weights)
 

@@ -115,9 +115,8 @@ def test_inductor_takes_our_partitioner_and_inner_step() -> None:
 
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward()
-    assert seen == ["partition", "forward", "run", "backward", "run"] or set(seen) == {
-        "partition", "forward", "backward", "run",
-    }  # fmt: skip
+    later, at_once = ["run", "backward", "run"], ["backward", "run", "run"]  # than forward, or together with it
+    assert seen in (["partition", "forward", *later], ["partition", "forward", *at_once])
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
 
 
