@@ -24,10 +24,11 @@ from tests.cluster import Cluster
 from tests.small import in_full, what_is_said
 
 CONFIG = autoshard.Config(zero=3, codegen="eager", replicate_below=0, timeout=60, verbose=False)
+LAYERS = 4
 
 
 def called_first(width: int) -> nn.Module:
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(12)])
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
     _compile(model)(torch.ones(1, width))
     gc.collect()  # an autograd graph without a backward goes in cycles
     return model
@@ -36,12 +37,13 @@ def called_first(width: int) -> nn.Module:
 def peak_of_first_call() -> tuple[int, int, int]:
     """(peak bytes by the allocator's events, bytes after by malloc's, bytes of the whole parameters).
 
-    The profiler misses what another thread lets go of, gloo's say, so by its events too much may seem to be left.
+    The profiler misses what another thread lets go of, gloo's say, so by its events too much may seem to be left. malloc gives to
+    Python too: 4 or 8 MB at once when a process has so many names that their table doubles. A parameter here has 38 MB.
     """
     called_first(8)  # what a first compilation keeps is not of parameters
     before = allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        model = called_first(1024)
+        model = called_first(3072)
         after = min(map(allocated_in_a_while, range(10))) - before
     sizes = [e.nbytes() for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     return max(accumulate(sizes)), after, sum(p.numel() * 4 for p in model.parameters())
@@ -69,9 +71,9 @@ def allocated_in_a_while(_: int) -> int:
 
 def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
     for peak, after, whole in two.run(peak_of_first_call):
-        shard, one = whole // 2, whole // 12
+        shard, one = whole // 2, whole // LAYERS
         assert whole < peak <= whole + shard + one + whole // 50, (peak, whole)
-        assert after <= shard + one < whole, (after, whole)
+        assert after <= shard + one // 2 < whole, (after, whole)
 
 
 # --- which module is found
