@@ -290,7 +290,6 @@ def load_rows_of_rank_0(folder: str, what: str) -> str:
             compiled.load_state_dict(loaded["model"])
         else:
             optimizer.load_state_dict(loaded["optimizer"])
-            train(compiled, optimizer, 1)
     except autoshard.AutoshardError as error:
         return str(error)
     return "loaded"
