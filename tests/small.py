@@ -71,11 +71,10 @@ class Sum(nn.Module):
 
 def gradients_of_sum(zero: int, options: dict[str, Any], scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
     """Of the compiled model, whole, and each process's own."""
-    model = Sum()
+    model, _, compiled = compiled_pair(config(zero, **options), Sum)
     inputs = scale * torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5))
-    compiled: Any = torch.compile(rank0_copy(model), backend=autoshard.backend(config(zero, **options)))
     compiled(inputs[dist.get_rank()]).backward()
-    return whole(compiled.layer.weight.grad), [x.expand(15, 8) for x in inputs]
+    return whole(model.layer.weight.grad), [x.expand(15, 8) for x in inputs]
 
 
 def residues(model: nn.Module) -> list[Residue]:

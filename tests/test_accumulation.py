@@ -81,9 +81,7 @@ def test_accumulation(two: Cluster, zero: int, silent: bool) -> None:
 
 def held(order: str) -> Tensor:
     """The gradient of a weight after a backward inside no_sync and others outside; each counts once."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0)))
+    model, _, compiled = compiled_pair(config(0), lambda: nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity()))
     x = torch.ones(1, 4)
     compiled(x)
     early = compiled(x).sum()
@@ -117,10 +115,7 @@ class Scaled(nn.Linear):
 
 def held_around_no_grad(zero: int) -> tuple[Tensor, Tensor]:
     """The gradient of two backwards, the first of them inside no_sync, and that of the model alone."""
-    torch.manual_seed(0)
-    model = Scaled(4, 4, bias=False)
-    alone = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    model, alone, compiled = compiled_pair(config(zero), lambda: Scaled(4, 4, bias=False))
     for inside in (False, True, False):
         with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
             compiled(torch.ones(2, 4)).backward()

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 import autoshard
 from tests.cluster import Cluster
 from tests.models import CASES
-from tests.parity import batches_of, rank0_copy
+from tests.parity import batches_of
 from tests.small import compiled_pair, config, inputs_of
 
 
 def local_buffers() -> tuple[Tensor, Tensor]:
     case = CASES["conv"]
-    torch.manual_seed(0)
-    model = case.build()
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, buffers="local")))
-    alone: Any = rank0_copy(model)
+    model, alone, compiled = compiled_pair(config(0, buffers="local"), case.build)
     batch = batches_of(case, dist.get_world_size(), 1)[0][dist.get_rank()]
     case.loss(compiled(**batch)).backward()
     alone(**batch)

@@ -19,8 +19,8 @@ from autoshard.errors import ConfigError, PlanError
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from tests.cluster import Cluster
-from tests.parity import rank0_copy, whole
-from tests.small import Sum, config, gradients_of_sum, in_full, residues
+from tests.parity import whole
+from tests.small import Sum, compiled_pair, config, gradients_of_sum, in_full, residues
 
 
 class Turned(nn.Module):
@@ -36,8 +36,7 @@ class Turned(nn.Module):
 
 def turned(options: dict[str, Any]) -> Tensor:
     """The gradient of a complex parameter."""
-    model = rank0_copy(Turned())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(options.pop("zero", 0), **options)))
+    model, _, compiled = compiled_pair(config(options.pop("zero", 0), **options), Turned)
     compiled(torch.full((5,), dist.get_rank() + 1.0)).backward()
     return whole(model.turn.grad)
 
@@ -86,9 +85,8 @@ def test_what_waited_is_added_before_it_is_rounded(two: Cluster, zero: int) -> N
 
 def accumulated(zero: int) -> tuple[Tensor, list[Tensor]]:
     """As `gradients_of_sum`, of two backwards, the first of which does not communicate at stages 0 and 1."""
-    model = rank0_copy(Sum())
+    model, _, compiled = compiled_pair(config(zero, compression="bf16"), Sum)
     inputs = torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5))
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, compression="bf16")))
     with autoshard.no_sync(model):
         compiled(inputs[dist.get_rank()]).backward()
     compiled(inputs[dist.get_rank()]).backward()
@@ -109,10 +107,10 @@ class Sums(Sum):
 def waited(zero: int, kept: list[bool], options: dict[str, Any]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
     """The gradients of three backwards in bf16, two of which do not communicate; by parameter what each process has of them all, which
     bf16 has no numbers for; and what this process has not sent. kept: by rank, whether what waited of the second weight is."""
-    model, rank, world = rank0_copy(Sums()), dist.get_rank(), dist.get_world_size()
+    model, _, compiled = compiled_pair(config(zero, **options), Sums)
+    rank, world = dist.get_rank(), dist.get_world_size()
     first = torch.randint(128, 256, (world, 8), generator=torch.Generator().manual_seed(5)).float()
     inputs = [first, torch.full_like(first, 0.5), torch.full_like(first, 0.25)]
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, **options)))
     with autoshard.no_sync(model):
         for x in inputs[:2]:
             compiled(x[rank]).backward()
@@ -152,10 +150,9 @@ def test_where_gradients_are_summed_in_bf16_what_waited_is_rounded_once(two: Clu
 
 def summed(options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
     """As `gradients_of_sum`, of a model in bf16 whose gradients are reduced in fp32."""
-    model = rank0_copy(Sum().bfloat16())
     inputs = torch.randn(dist.get_world_size(), 8, generator=torch.Generator().manual_seed(5)).bfloat16()
     settings = config(2, precision=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(settings))
+    model, _, compiled = compiled_pair(settings, lambda: Sum().bfloat16())
     compiled(inputs[dist.get_rank()]).backward()
     return whole(model.layer.weight.grad), [x.float().expand(15, 8) for x in inputs]
 
@@ -168,8 +165,7 @@ def test_what_is_reduced_in_fp32_is_rounded_to_a_narrower_parameter_once(three: 
 
 def scaled(zero: int) -> tuple[bool, float]:
     """Of a step in which one process's gradients are too large for fp16: whether parameters changed, and the scale after it."""
-    model = rank0_copy(Sum())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, compression="fp16", replicate_below="auto")))
+    model, _, compiled = compiled_pair(config(zero, compression="fp16", replicate_below="auto"), Sum)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = model.layer.weight.detach().clone()
     scaler.scale(compiled(torch.full((8,), 1e3 if dist.get_rank() else 1.0))).backward()

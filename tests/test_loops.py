@@ -275,10 +275,7 @@ def test_dropout_is_each_process_s_own_and_repeats_by_seed(two: Cluster, zero: i
 
 
 def generate_inside(zero: int) -> bool:
-    torch.manual_seed(0)
-    model: Any = CASES["llama"].build()
-    plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    model, plain, compiled = compiled_pair(config(zero), CASES["llama"].build)
     batch = CASES["llama"].batch(torch.Generator().manual_seed(0))
     compiled(**batch)
     with autoshard.gathered(compiled):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +10,8 @@ import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from tests.cluster import Cluster
-from tests.parity import rank0_copy
 from tests.peaks import above_held, grown_in_a_step
-from tests.small import config, in_full, residues
+from tests.small import compiled_pair, config, in_full, residues
 
 
 class Wide(nn.Module):
@@ -30,10 +27,8 @@ class Wide(nn.Module):
 
 def measured(plan: autoshard.Plan, codegen: str) -> int:
     """By how many bytes a step goes above what is predicted to be there between steps."""
-    model, x = rank0_copy(Wide()), torch.randn(64, 256)
-    backend = autoshard.backend(config("auto", plan=plan, codegen=codegen, replicate_below="auto"))
-    compiled: Any = torch.compile(model, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters())
+    model, _, compiled = compiled_pair(config("auto", plan=plan, codegen=codegen, replicate_below="auto"), Wide)
+    x, optimizer = torch.randn(64, 256), torch.optim.SGD(model.parameters())
     return grown_in_a_step(lambda: compiled(x), optimizer) + sum(r.error.nbytes + r.factor.nbytes for r in residues(model))
 
 

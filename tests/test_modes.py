@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import autoshard
 from tests.cluster import Cluster
-from tests.parity import Distance, rank0_copy, see_gradients, see_state, sgd
+from tests.parity import Distance, see_gradients, see_state, sgd
 from tests.small import (
     TOLERANCE,
     Net,
@@ -49,10 +48,7 @@ def padded_batch(step: int, rank: int) -> Tensor:
 
 def changing_shapes(zero: int) -> tuple[Distance, int]:
     """Another length at each of 20 steps and on each process, evaluation in between."""
-    torch.manual_seed(0)
-    model = Reader()
-    plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    model, plain, compiled = compiled_pair(config(zero), Reader)
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
     distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
     for step in range(20):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoshard
 from tests.cluster import Cluster
-from tests.parity import Distance, clipped_step, rank0_copy, see_gradients, see_state, sgd
+from tests.parity import Distance, clipped_step, see_gradients, see_state, sgd
 from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, what_is_said
 
 
@@ -30,10 +30,7 @@ class Masked(nn.Module):
 
 
 def in_pieces(zero: int) -> tuple[Distance, float]:
-    torch.manual_seed(0)
-    model = Masked()
-    plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
+    model, plain, compiled = compiled_pair(config(zero), Masked)
     optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
     distance = Distance()
     for inputs in torch.randn(4, dist.get_world_size(), 2, 6, 8, generator=torch.Generator().manual_seed(5)):

@@ -14,7 +14,7 @@ import autoshard
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import Trainer, clipped_step, rank0_copy
-from tests.small import config, in_full
+from tests.small import compiled_pair, config, in_full
 
 
 def train_in(precision: str | None, autocast: bool, zero: int) -> tuple[list[float], list[float], set[torch.dtype]]:
@@ -58,10 +58,7 @@ class Counted(nn.Linear):
 
 
 def as_precise_as_they_are(zero: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(Counted())
-    alone = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero, precision="bf16")))
+    _, alone, compiled = compiled_pair(config(zero, precision="bf16"), lambda: nn.Sequential(Counted()))
     return compiled(torch.ones(2, 4)).detach().float(), alone(torch.ones(2, 4)).detach()
 
 

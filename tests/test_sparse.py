@@ -27,7 +27,7 @@ from autoshard.torch_internals import KEEPS_OPERATORS
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
 from tests.peaks import above_held, grown_in_a_step
-from tests.small import config, in_full
+from tests.small import compiled_pair, config, in_full
 
 pytestmark = pytest.mark.skipif(not KEEPS_OPERATORS, reason="torch before 2.13 takes an embedding's gradient apart")
 HOSTS = Machines(2, 1, DEVICES["cpu"])
@@ -187,8 +187,7 @@ def test_the_rows_of_the_last_gradients_come_last() -> None:
 
 
 def _peak(plan: Plan) -> int:
-    model = rank0_copy(Words(30_000))
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
+    model, _, compiled = compiled_pair(config("auto", plan=plan, replicate_below="auto"), partial(Words, 30_000))
     optimizer = torch.optim.SGD(model.parameters())
     return grown_in_a_step(lambda: compiled(tokens(dist.get_rank(), 8)), optimizer)
 
