@@ -1,7 +1,7 @@
 """Every private torch name that autoshard uses, one small function or alias for each.
 
-Each entry says what it is for and on which versions it was seen. `tests/test_torch_internals.py`
-exercises every one of them alone, so that a torch release that moves a name fails there, clearly.
+Each entry says what it is for and on which versions it was seen. The tests in `tests/test_torch_internals_*.py`
+exercise every one of them alone, so that a torch release that moves a name fails there, clearly.
 """
 
 from __future__ import annotations

@@ -59,3 +59,21 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
     name = {2: "two", 3: "three", 4: "four"}[request.param]
     found: Cluster = request.getfixturevalue(name)
     return found
+
+
+@pytest.fixture(scope="module")
+def many_processes() -> Iterator[None]:
+    """This process stands for rank 0 of those of a fake group; see rewriting.py."""
+    import torch.distributed as dist
+
+    from tests.rewriting import WORLD
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept between jobs, sources of kernels among it, goes to a folder of these tests alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

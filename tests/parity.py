@@ -103,16 +103,16 @@ def batches_of(case: Case, world: int, steps: int) -> list[list[Batch]]:
 
 
 def see_gradients(distance: Distance, ours: nn.Module, reference: nn.Module) -> None:
-    for (name, p), q in zip(ours.named_parameters(), reference.parameters()):
+    for (name, p), q in zip(ours.named_parameters(), reference.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"gradient of {name}: {p.grad} against {q.grad}"
         if p.grad is not None and q.grad is not None:
             distance.see("gradient", whole(p.grad), q.grad)
 
 
 def see_state(distance: Distance, ours: nn.Module, reference: nn.Module) -> None:
-    for p, q in zip(ours.parameters(), reference.parameters()):
+    for p, q in zip(ours.parameters(), reference.parameters(), strict=True):
         distance.see("parameter", whole(p.detach()), q.detach())
-    for b, c in zip(ours.buffers(), reference.buffers()):
+    for b, c in zip(ours.buffers(), reference.buffers(), strict=True):
         distance.see("buffer", b, c)
 
 

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.capture import capture
+from autoshard.passes import graphs
+from autoshard.rehearsal import rehearse
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, whole
+from tests.rewriting import plan_for
 from tests.small import TOLERANCE, config, in_full, inputs_of
 
 
@@ -133,3 +137,12 @@ def test_dropout_is_the_same_when_it_is_recomputed(two: Cluster, codegen: str) -
         assert len(ours) == len(reference) == 2 + len(list(Net("none").parameters()))
         assert all(torch.equal(a, b) for a, b in zip(ours, reference))
     assert not torch.equal(plain[0][0], plain[1][0])
+
+
+@pytest.mark.parametrize(("around", "inside"), [("none", "none"), ("plain", "none"), ("none", "plain")])
+def test_blocks_traced_once_compute_again_what_their_regions_hold(around: str, inside: str) -> None:
+    model = Deep(around, inside)
+    rehearsed = rehearse(capture(model, torch.randn(4, 8)), plan_for(model, 3), inductor=False)
+    backwards = [rehearsed.backward, *(block.backward.graph for block in rehearsed.blocks)]  # type: ignore[union-attr]
+    again = [len(graphs.calls(gm, torch.ops.aten.addmm.default)) for gm in backwards if gm is not None]
+    assert any(again) == ((around, inside) != ("none", "none"))

@@ -29,7 +29,6 @@ from tests.cluster import Cluster
 from tests.models import CASES, DEEP, TUNED
 from tests.parity import Distance, see_gradients, see_state
 from tests.small import TOLERANCE, compiled_pair, config, in_full, inputs_of, step_each
-from tests.test_loops import block_by_block
 
 Tree = Mapping[str, Any]  # modules by name, and shapes of parameters
 
@@ -252,19 +251,6 @@ def encoded(layers: int = 3, width: int = 15) -> nn.Module:
     return nn.Sequential(Encoder(layers, width), Head(width, 7))
 
 
-class OneByOne(nn.Module):
-    """Of stages that are compiled each by itself."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([*(nn.Sequential(*(Layer(8) for _ in range(3))) for _ in range(depth)), Head(8, 7)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Stages(nn.Module):
     """As many stages as blocks have to be to be traced once."""
 
@@ -362,10 +348,3 @@ def test_an_encoder_and_a_head_stay_the_unsharded_model(two: Cluster, layers: in
     for distance, groups in two.run(trained, layers, zero, recompute):
         assert distance.worst <= TOLERANCE, distance
         assert groups == ["0.embed", *(f"0.layers.{i}" for i in range(layers)), "0.norm", "1"]
-
-
-@pytest.mark.full
-def test_stages_that_are_compiled_one_by_one(two: Cluster) -> None:
-    """In the graph of one its blocks have no names of the plan's."""
-    for distance, _ in two.run(block_by_block, 3, 3, True, 0, OneByOne):
-        assert distance.worst <= TOLERANCE, distance

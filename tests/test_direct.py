@@ -31,8 +31,7 @@ from autoshard.runtime.processes import build_mesh
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import measure
-from tests.small import TOLERANCE, config, in_full
-from tests.test_messages import Sum, gradients
+from tests.small import TOLERANCE, Sum, config, gradients_of_sum, in_full, same
 
 _c10d = torch.ops._c10d_functional
 
@@ -85,7 +84,7 @@ def test_what_two_have_is_added_up_by_both(two: Cluster, dtype: torch.dtype) -> 
         first, second = (_whole(i, rank, 2, n).to(dtype) / 3 for rank in range(2))
         sums += [(first + second) / over for over in (1, 3)]
     for found in two.run(swapped, dtype):
-        assert len(found) == len(sums) and all(map(torch.equal, found, sums))
+        assert same(found, sums)
 
 
 def _summed(name: str, world: int, options: dict[str, Any]) -> Plan:
@@ -102,7 +101,7 @@ SUMS = [({}, 2), in_full({}, 3), in_full({}, 4), in_full({"zero": 3, "mesh": {"r
 def test_sums_of_gradients_have_the_same_bits_on_all(cluster: Cluster, options: dict[str, Any]) -> None:
     """Those of a sum in the order of processes, divided behind it."""
     world, plan = cluster.world, _summed("Sum", cluster.world, dict(options))
-    for found, own in cluster.run(gradients, "auto", {"plan": plan, "replicate_below": "auto"}):
+    for found, own in cluster.run(gradients_of_sum, "auto", {"plan": plan, "replicate_below": "auto"}):
         mean = sum(own[1:], start=own[0]) / world
         if options:
             torch.testing.assert_close(found, mean)

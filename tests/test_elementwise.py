@@ -1,13 +1,11 @@
-"""Kernels that are generated for regions of a graph: run by Triton's interpreter and compared with torch in float64, and
-compiled for GPUs; and which operations of a graph become regions."""
+"""Kernels that are generated for regions of a graph: run by Triton's interpreter and compared with torch in float64, and compiled for
+GPUs."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,87 +14,32 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch import Tensor
 
-import autoshard
-from autoshard.codegen import Compilation
-from autoshard.console import Phases
-from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.hardware import DEVICES
 from autoshard.kernels.elementwise import LONGEST
 from autoshard.kernels.random import uniform
-from autoshard.kernels.region import OPERATORS, Region, like, operator_of
+from autoshard.kernels.region import Region, like
 from autoshard.kernels.source import load
-from autoshard.passes import graphs, registry
-from autoshard.passes.base import Context
-from autoshard.passes.dump import Dump
-from autoshard.passes.fuse_elementwise import FuseElementwise
-from autoshard.passes.manager import PassManager
+from autoshard.passes import graphs
 from autoshard.passes.seed_dropout import SeedDropout
-from autoshard.plan import Plan
-from autoshard.torch_internals import FakeTensorMode
-from tests.models import CASES
-from tests.small import Net, in_full
-from tests.test_kernels import EPSILON, spilled
+from tests.kernels import (
+    CONTEXT,
+    EPSILON,
+    Function,
+    apart,
+    as_list,
+    compiled_as,
+    fused,
+    random,
+    run,
+    spilled,
+    traced,
+    triton,
+)
+from tests.small import in_full, same
 
-triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("own_cache")
 aten = torch.ops.aten
-CONTEXT = Context(Plan(1, (("shard", 1),), ()), fuses=DEVICES["h100"])
-Function = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    return
-
-
-def as_list(results: Any) -> list[Tensor]:
-    return list(results) if isinstance(results, (tuple, list)) else [results]
-
-
-def traced(function: Function, inputs: Sequence[Tensor], open: Literal["none", "rows", "all"] = "none") -> GraphModule:
-    """The graph of a function that gives a list. open: which sizes are symbols; of rows: all but a last dimension."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = []
-    for x in inputs:
-        closed = {"none": x.dim(), "rows": 1, "all": 0}[open]
-        dims = [DimDynamic.STATIC if d >= x.dim() - closed else DimDynamic.DYNAMIC for d in range(x.dim())]
-        fakes.append(mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dims)))
-    with mode:
-        gm = make_fx(lambda *tensors: as_list(function(*tensors)))(*fakes)
-    gm.graph.eliminate_dead_code()
-    return gm
-
-
-def fused(gm: GraphModule) -> list[Region]:
-    """The regions that become kernels, in graph order."""
-    gm = FuseElementwise().run(gm, CONTEXT)
-    gm.graph.lint()
-    gm.recompile()
-    return [OPERATORS[n.target] for n in gm.graph.nodes if "kernel" in n.meta]
-
-
-def run(gm: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The graph, its kernels by Triton's interpreter."""
-    for node in gm.graph.nodes:
-        if "kernel" in node.meta:
-            region = OPERATORS[node.target]
-            node.target = lambda tensors, region=region: region.launched(tensors, interpret=True)
-    gm.recompile()
-    return as_list(gm(*inputs))
-
-
-def apart(ours: Tensor, exact: Tensor) -> float:
-    """The largest difference, relative to one or what it should be."""
-    assert ours.shape == exact.shape
-    exact = exact.double()
-    same = (ours.double() == exact) | (ours.isnan() & exact.isnan())
-    off = ((ours.double() - exact).abs() / (1 + exact.abs())).masked_fill(same, 0.0)
-    return float(off.max()) if off.numel() else 0.0
 
 
 def check(function: Function, inputs: Sequence[Tensor], kernels: int = 1, roundings: float = 4) -> None:
@@ -105,7 +48,7 @@ def check(function: Function, inputs: Sequence[Tensor], kernels: int = 1, roundi
     assert len(fused(gm)) == kernels, gm.code
     theirs = as_list(function(*inputs))
     exact = as_list(function(*(x.double() if x.is_floating_point() else x for x in inputs)))
-    for ours, plain, value in zip(run(gm, inputs), theirs, exact):
+    for ours, plain, value in zip(run(gm, inputs), theirs, exact, strict=True):
         assert (ours.dtype, ours.stride()) == (plain.dtype, plain.stride())
         allowed = roundings * EPSILON[plain.dtype] if plain.dtype in EPSILON else 0.0
         assert apart(ours, value) <= allowed, gm.code
@@ -156,11 +99,6 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "empty": (lambda x, y: (x + y) * 3, ((0, 3), (3,))),
     "empty_rows": (lambda x, y: (x + y).sum(-1) * 3, ((4, 0), (4, 0))),
 }
-
-
-def random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return values.to(dtype)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -305,7 +243,7 @@ def test_any_graph_gives_what_torch_gives(data: st.DataObject, shape: list[int],
     gm = traced(function, inputs)
     fused(gm)
     exact = function(*(x.double() for x in inputs))
-    for ours, plain, value in zip(run(gm, inputs), function(*inputs), exact):
+    for ours, plain, value in zip(run(gm, inputs), function(*inputs), exact, strict=True):
         assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
         overflowed = ~plain.isfinite() & (ours == plain)  # where torch's own numbers end, in this dtype
         assert apart(ours[~overflowed], value[~overflowed]) <= 8 * len(steps) * EPSILON[dtype]
@@ -315,76 +253,7 @@ def _fits(x: Tensor, y: Tensor) -> bool:
     return all(b in (1, a) for a, b in zip(x.shape, y.shape))
 
 
-# --- which operations go together
-
-
-def calls(gm: GraphModule) -> list[Node]:
-    return [n for n in gm.graph.nodes if n.op == "call_function"]
-
-
-def readers(x: Tensor, weight: Tensor) -> Tensor:
-    """A matmul reads of the first chain before the second begins."""
-    first = x.sin() + 1
-    return (first @ weight).cos() * first + 2
-
-
-def test_what_was_read_is_complete() -> None:
-    x, weight = random((4, 4), torch.float32, 0), random((4, 4), torch.float32, 1)
-    gm = traced(readers, [x, weight])
-    assert [len(calls(r.graph)) for r in fused(gm)] == [2, 3]
-    assert torch.equal(as_list(gm(x, weight))[0], readers(x, weight))
-
-
-def test_what_reads_the_same_is_one_kernel() -> None:
-    """As the gradients of a gate do."""
-
-    def gate(grad: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
-        return [aten.silu_backward(grad * y, x), grad * F.silu(x), (x.sum(0) + 1) * 2]
-
-    inputs = [random((4, 6), torch.float32, i) for i in range(3)]
-    gm = traced(gate, inputs)
-    first, second = fused(gm)
-    assert len(first.outputs) == 2 and len(second.outputs) == 1
-    assert all(map(torch.equal, as_list(gm(*inputs)), gate(*inputs)))
-
-
-def test_nothing_moves_over_a_write() -> None:
-    def writes(x: Tensor, y: Tensor) -> Tensor:
-        before = x.sin() + y
-        x.add_(1)
-        return before * 2
-
-    x, y = random((4, 4), torch.float32, 0), random((4, 4), torch.float32, 1)
-    gm = traced(writes, [x, y])
-    assert len(fused(gm)) == 1
-    assert torch.equal(as_list(gm(x.clone(), y))[0], writes(x.clone(), y))
-
-
-def test_views_that_others_read_stay() -> None:
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        return (x.sin() + 1).t() @ weight
-
-    x, weight = random((4, 3), torch.float32, 0), random((4, 2), torch.float32, 1)
-    gm = traced(function, [x, weight])
-    assert len(fused(gm)) == 1 and graphs.calls(gm, aten.t.default)
-    assert torch.equal(as_list(gm(x, weight))[0], function(x, weight))
-
-
-def test_operations_with_options_have_no_kernel() -> None:
-    """add's alpha, div's rounding, and the same bits as another dtype; what is around them has."""
-    x = random((4, 6), torch.float32, 0)
-
-    def function(x: Tensor) -> list[Tensor]:
-        y = x.sin() + 1
-        a = torch.add(y, x, alpha=3) * 2 - 1
-        b = torch.div(y * 3, 2, rounding_mode="floor") * 2 - 1
-        c = y.view(torch.int32) * 2 + 1
-        return [a, b, c, torch.rsub(y, 2, alpha=2), y[-1:], y[:, -3:-1] * 2, y.select(0, -1) + y.select(1, -2)[0]]
-
-    gm = traced(function, [x])
-    assert fused(gm)
-    for ours, theirs in zip(run(gm, [x]), function(x)):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+# --- edges
 
 
 EDGES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
@@ -406,6 +275,7 @@ EDGES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "a view of nothing": (lambda x: (x * 2).view(-1).sin(), ((0, 3),)),
     "softmax of one number": (lambda x: F.softmax(x * 2, 0) + x.sum(0), ((),)),
 }  # fmt: skip
+LEFT = ("a power of whole numbers", "nothing is given", "a view of nothing", "softmax of one number")  # to torch
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -413,8 +283,8 @@ def test_edges(name: str) -> None:
     function, shapes = EDGES[name]
     inputs = [random(shape, torch.float32, i) for i, shape in enumerate(shapes)]
     gm = traced(function, inputs)
-    fused(gm)
-    for ours, theirs in zip(run(gm, inputs), as_list(function(*inputs))):
+    assert bool(fused(gm)) == (name not in LEFT), gm.code
+    for ours, theirs in zip(run(gm, inputs), as_list(function(*inputs)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -425,159 +295,6 @@ def test_variance_far_from_zero() -> None:
     torch.testing.assert_close(run(gm, [x])[0], x.float().var(-1).bfloat16(), rtol=2**-7, atol=0)
 
 
-def test_operations_of_others_are_not_torch_s() -> None:
-    with torch.library._scoped_library("autoshard_tests", "FRAGMENT") as library:
-        library.define("maximum(Tensor a, Tensor b) -> Tensor")
-        library.impl("maximum", lambda a, b: torch.minimum(a, b), "CompositeExplicitAutograd")
-        inputs = [random((4, 6), torch.float32, i) for i in range(2)]
-        function = lambda a, b: torch.ops.autoshard_tests.maximum(a * 2 + 1, b) * 3 - 1  # noqa: E731
-        gm = traced(function, inputs)
-        fused(gm)
-        torch.testing.assert_close(run(gm, inputs)[0], function(*inputs))
-
-
-def test_a_view_taken_after_a_write_does_not_take_its_kernel_along() -> None:
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        b = x.sin() * y
-        y.mul_(0)
-        return b.t()
-
-    inputs = [random((4, 4), torch.float32, i) for i in range(2)]
-    gm = traced(function, inputs)
-    assert len(fused(gm)) == 1
-    assert torch.equal(as_list(gm(*(x.clone() for x in inputs)))[0], function(*(x.clone() for x in inputs)))
-
-
-def test_items_may_be_taken_late() -> None:
-    gm = traced(lambda x, w: list(aten.native_layer_norm(x.sin() + 1, [6], None, None, 1e-5))[:2] + [w @ w], [torch.randn(4, 6), torch.randn(3, 3)])
-    late = [n for n in calls(gm) if n.target is operator.getitem][-1]
-    (product,) = graphs.calls(gm, aten.mm.default)
-    normed = next(n for n in calls(gm) if n.target is operator.getitem)
-    with gm.graph.inserting_after(product):
-        reader = gm.graph.call_function(aten.mm.default, (normed, normed))
-        reader.meta["val"] = normed.meta["val"]
-    reader.append(late)
-    assert len(fused(gm)) == 1
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.sum(0) + x.sum(0).sin().mul(2).div(3)[:0].sum(),  # over the first dimension
-        lambda x: torch.cumsum(x, 0),
-        lambda x: x * 2,  # alone, there is nothing to gain
-        lambda x: x[0] @ x[1],
-    ],
-)
-def test_what_has_no_kernel_stays(function: Function) -> None:
-    x = random((4, 4), torch.float32, 0)
-    gm = traced(function, [x])
-    fused(gm)
-    assert any(not str(n.target).startswith("autoshard") for n in calls(gm))
-    assert torch.equal(as_list(gm(x))[0], function(x))
-
-
-def test_cpus_have_no_kernels() -> None:
-    gm = traced(readers, [random((4, 4), torch.float32, i) for i in range(2)])
-    before = gm.code
-    assert FuseElementwise().run(gm, Context(CONTEXT.plan)).code == before
-
-
-# --- whole models
-
-
-def model_and_batch(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    build: Any = CASES[name].build
-    return build(1), CASES[name].batch(torch.Generator().manual_seed(1))
-
-
-def step(model: nn.Module, inputs: dict[str, Any], inductor: bool, context: Context) -> tuple[list[Tensor], list[str]]:
-    """(loss and gradients, the kernels that its graphs call)"""
-    torch.compiler.reset()
-    model.zero_grad()
-    manager = PassManager(registry.parse(registry.DEFAULT), Dump(None))
-
-    def backend(gm: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        return Compilation(manager, context, inductor, Phases(False)).compile(gm, given)
-
-    torch.manual_seed(0)
-    loss = torch.compile(model, backend=backend)(**inputs)["loss"]
-    loss.backward()
-    changed = [name for ran in manager.history if ran.name == "fuse_elementwise" for name in ran.changed]
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [loss.detach(), *grads], [name for name in changed if name.startswith("autoshard.")]
-
-
-@pytest.mark.parametrize("name", ["vit", in_full("gpt2"), in_full("llama"), in_full("bert"), in_full("t5")])
-def test_a_model_s_regions_give_what_its_operations_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = model_and_batch(name)
-    plain, none = step(model, inputs, False, Context(CONTEXT.plan))
-    assert not none
-    one_by_one, kernels = step(model, inputs, False, CONTEXT)
-    assert kernels and all(map(torch.equal, one_by_one, plain))
-    monkeypatch.setattr(Region, "run", lambda region, tensors: region.launched(tensors, interpret=True))
-    by_kernels, _ = step(model, inputs, False, CONTEXT)
-    for ours, theirs in zip(by_kernels, plain):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.full
-def test_inductor_takes_regions() -> None:
-    model, inputs = model_and_batch("llama")
-    plain, _ = step(model, inputs, True, Context(CONTEXT.plan))
-    ours, kernels = step(model, inputs, True, CONTEXT)
-    assert kernels
-    for a, b in zip(ours, plain):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_a_region_is_an_operator_of_torch() -> None:
-    x = random((4, 6), torch.float32, 0)
-    (region,) = fused(traced(lambda x: [F.gelu(x) + 1, x.softmax(-1)], [x]))
-    torch.library.opcheck(operator_of(region), ([x],), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_the_source_is_in_the_dump(tmp_path: Path) -> None:
-    manager = PassManager((FuseElementwise(),), Dump(tmp_path))
-    gm = manager.run(("code",), traced(lambda x: F.gelu(x) + 1, [random((4, 6), torch.float32, 0)]), CONTEXT)
-    (call,) = [n for n in gm.graph.nodes if "kernel" in n.meta]
-    region = OPERATORS[call.target]
-    assert (tmp_path / f"{region.name}.py").read_text() == region.text and "tl.erf" in region.text
-
-
-def test_on_a_cpu_codegen_is_eager_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    torch.compiler.reset()
-    backend = autoshard.backend(autoshard.Config(codegen="triton", verbose=False))
-    model = Net()
-    plain, x = copy.deepcopy(model), torch.randn(4, 8)
-    loss = torch.compile(model, backend=backend)(x)
-    loss.backward()
-    plain(x).backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters()))
-    assert "'triton' is for GPUs: on cpu it is 'eager' instead" in " ".join("".join(capfd.readouterr()).split())
-
-
-def test_a_plan_for_gpus_counts_kernels() -> None:
-    """What the regions of a block do alone is memory traffic, which they spare."""
-    inputs = {"x": torch.randn(64, 512)}
-    took = {}
-    for codegen in ("eager", "triton"):
-        plan = autoshard.plan(Gated(), inputs, autoshard.Config(codegen=codegen), cluster=Cluster(1, 1, DEVICES["h100"]))
-        took[codegen] = plan.predicted
-    assert took["triton"].step_seconds < took["eager"].step_seconds
-    assert took["triton"].peak_bytes <= took["eager"].peak_bytes
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(512, 2048), nn.Linear(512, 2048), nn.Linear(2048, 512)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.down(F.silu(self.gate(x)) * self.up(x))).square().mean()
-
-
 # --- tiles
 
 
@@ -586,9 +303,10 @@ def test_every_tile_gives_the_same() -> None:
     (region,) = fused(traced(lambda x: [y := x.sin() + 1, y.amax(-1)], [x]))
     expected = region.launched([x], interpret=True)
     sized = region.sized((), False)
-    for tile in like(sized.tile):
+    assert len(tiles := like(sized.tile)) > 1
+    for tile in tiles:
         region.at_sizes[(), False] = dataclasses.replace(sized, tile=tile)
-        assert all(map(torch.equal, region.launched([x], interpret=True), expected))
+        assert same(region.launched([x], interpret=True), expected)
 
 
 # --- on GPUs
@@ -596,19 +314,15 @@ def test_every_tile_gives_the_same() -> None:
 
 def compiled(region: Region, inputs: Sequence[Tensor], capability: int, wide: bool = False) -> Any:
     """What Triton makes of it for a GPU that need not be there, at the sizes that it would have."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.bool: "i1"}
     tile = dict(region.sized(tuple(inputs[i].shape[d] for _, i, d in region.sizes), wide).tile)
     warps = tile.pop("num_warps", 4)
     function = load(region.name, region.text)
     tensors = (*region.inputs, *region.outputs)
     signature = {name: f"*{names[laid.dtype]}" for name, laid in zip(function.arg_names, tensors)}
-    signature |= dict.fromkeys(map(str, [s for s, _, _ in region.sizes]), "i32") | dict.fromkeys(tile, "constexpr")
+    signature |= dict.fromkeys(map(str, [s for s, _, _ in region.sizes]), "i32")
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors) + len(region.sizes))}
-    source = ASTSource(function, signature, constexprs=tile, attrs=divisible)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return compiled_as(function, signature, tile, capability, divisible, num_warps=warps)
 
 
 LARGE = {"rms_norm": 4096, "softmax": LONGEST, "log_softmax": 32000, "layer_norm": LONGEST, "silu_gate": 11008, "gelu_backward": 4096}

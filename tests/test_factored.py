@@ -24,7 +24,16 @@ from autoshard.errors import ConfigError, UnsupportedError
 from autoshard.runtime import factored
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
-from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import (
+    TOLERANCE,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+    what_is_said,
+)
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels are Triton's")
 SHAPES = ((), (5,), (7, 3), (1, 6), (6, 1), (2, 3, 4), (3, 1, 2, 5), (9, 8))
@@ -108,7 +117,7 @@ def test_both_ways_lay_out_what_processes_add_up_alike() -> None:
         entry = factored.Factors(parameter, optimizer.param_groups[0], factored.state_of(optimizer, parameter), None)
         entry.state["step"] += 1
         found.append(factored.Together([entry], None, interpret).sums())
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*found))
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*found, strict=True))
 
 
 @needs_triton
@@ -147,13 +156,14 @@ def test_a_hundred_steps_and_state_dicts_are_torchs() -> None:
 
 
 def test_halves_are_computed_with_in_float32() -> None:
-    half, exact = made(SHAPES, torch.bfloat16), made(SHAPES, torch.bfloat16)
-    exact = [nn.Parameter(p.detach().float()) for p in exact]
-    optimizers = [autoshard.optim.Adafactor(ps, lr=0.05, eps=(1e-3, 1e-3)) for ps in (half, exact)]
-    for parameters, optimizer in zip((half, exact), optimizers):
-        given_gradients(parameters, 0)
-        optimizer.step()
-    assert all(torch.allclose(a.float(), b, rtol=2e-2, atol=2e-2) for a, b in zip(half, exact))
+    half = made(SHAPES, torch.bfloat16)
+    given_gradients(half, 0)
+    exact = [nn.Parameter(p.detach().float()) for p in half]
+    for p, q in zip(half, exact):
+        q.grad = p.grad.float()  # type: ignore[union-attr]
+    for parameters in (half, exact):
+        autoshard.optim.Adafactor(parameters, lr=0.05, eps=(1e-3, 1e-3)).step()
+    assert all(torch.allclose(a.float(), b, rtol=2**-7, atol=2e-4) for a, b in zip(half, exact))
 
 
 def test_infinite_gradients_show_and_none_are_left_alone() -> None:
@@ -263,17 +273,13 @@ def test_its_state_goes_through_checkpoints(two: Cluster) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-def columns() -> str:
+def columns() -> None:
     """A parameter that someone else sharded by columns."""
     mesh = dist.init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [dist.tensor.Shard(1)]))
     parameter.grad = torch.ones_like(parameter)
-    try:
-        autoshard.optim.Adafactor([parameter]).step()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    autoshard.optim.Adafactor([parameter]).step()
 
 
 def test_columns_are_refused(two: Cluster) -> None:
-    assert all("legal: whole, or sharded by rows" in text for text in two.run(columns))
+    assert all("legal: whole, or sharded by rows" in text for text in two.run(what_is_said, columns))

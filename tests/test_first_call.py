@@ -21,13 +21,14 @@ from torch.profiler import ProfilerActivity, profile
 import autoshard
 from autoshard import torch_internals
 from tests.cluster import Cluster
-from tests.small import in_full
+from tests.small import in_full, what_is_said
 
 CONFIG = autoshard.Config(zero=3, codegen="eager", replicate_below=0, timeout=60, verbose=False)
+LAYERS = 4
 
 
 def called_first(width: int) -> nn.Module:
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(12)])
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
     _compile(model)(torch.ones(1, width))
     gc.collect()  # an autograd graph without a backward goes in cycles
     return model
@@ -36,12 +37,13 @@ def called_first(width: int) -> nn.Module:
 def peak_of_first_call() -> tuple[int, int, int]:
     """(peak bytes by the allocator's events, bytes after by malloc's, bytes of the whole parameters).
 
-    The profiler misses what another thread lets go of, gloo's say, so by its events too much may seem to be left.
+    The profiler misses what another thread lets go of, gloo's say, so by its events too much may seem to be left. malloc gives to
+    Python too: 4 or 8 MB at once when a process has so many names that their table doubles. A parameter here has 38 MB.
     """
     called_first(8)  # what a first compilation keeps is not of parameters
     before = allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        model = called_first(1024)
+        model = called_first(3072)
         after = min(map(allocated_in_a_while, range(10))) - before
     sizes = [e.nbytes() for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     return max(accumulate(sizes)), after, sum(p.numel() * 4 for p in model.parameters())
@@ -69,9 +71,9 @@ def allocated_in_a_while(_: int) -> int:
 
 def test_whole_parameters_are_gone_once_sharded(two: Cluster) -> None:
     for peak, after, whole in two.run(peak_of_first_call):
-        shard, one = whole // 2, whole // 12
+        shard, one = whole // 2, whole // LAYERS
         assert whole < peak <= whole + shard + one + whole // 50, (peak, whole)
-        assert after <= shard + one < whole, (after, whole)
+        assert after <= shard + one // 2 < whole, (after, whole)
 
 
 # --- which module is found
@@ -199,14 +201,10 @@ def test_a_module_is_traced_on_shards_alone(two: Cluster, way: str, times: int) 
     assert two.run(traced_again, way) == [times, times]
 
 
-def wrapped(inside: bool) -> str:
+def wrapped(inside: bool) -> None:
     ddp, model = nn.parallel.DistributedDataParallel, Layer()
-    try:
-        compiled = ddp(_compile(model)) if inside else _compile(ddp(model))
-        compiled(torch.ones(2, 6))
-    except autoshard.AutoshardError as error:
-        return str(error)
-    return "compiled"
+    compiled = ddp(_compile(model)) if inside else _compile(ddp(model))
+    compiled(torch.ones(2, 6))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def wrapped(inside: bool) -> str:
     [(False, "module 'itself' is wrapped by DistributedDataParallel"), (True, "use autoshard.huggingface")],
 )
 def test_wrapped_modules_are_refused(two: Cluster, inside: bool, says: str) -> None:
-    for text in two.run(wrapped, inside):
+    for text in two.run(what_is_said, wrapped, inside):
         assert says in text
 
 
@@ -227,17 +225,13 @@ class Recurrent(nn.Module):
         return self.inner(self.first(x))[0]
 
 
-def recurrent() -> str:
-    try:
-        _compile(Recurrent())(torch.ones(3, 2, 6))
-    except autoshard.AutoshardError as error:
-        return str(error)
-    return "compiled"
+def recurrent() -> None:
+    _compile(Recurrent())(torch.ones(3, 2, 6))
 
 
 def test_recurrent_modules_are_refused_by_name(two: Cluster) -> None:
-    for text in two.run(recurrent):
-        assert text.startswith("module 'inner' is an LSTM: Dynamo leaves it out of every graph")
+    for text in two.run(what_is_said, recurrent):
+        assert text.startswith("UnsupportedError: module 'inner' is an LSTM: Dynamo leaves it out of every graph")
 
 
 def pinned(world: int, name: str) -> str:
@@ -262,21 +256,17 @@ def test_a_pinned_plan_is_used_or_refused(two: Cluster, world: int, name: str, s
         assert says in text
 
 
-def skipped_by_dynamo(name: str) -> str:
+def skipped_by_dynamo(name: str) -> None:
     model = {"lstm": lambda: nn.LSTM(6, 6), "sequential": lambda: nn.Sequential(nn.Linear(6, 6))}[name]()
     model.compile(backend=autoshard.backend(CONFIG))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     out = model(torch.ones(2, 6))
     (out[0] if isinstance(out, tuple) else out).sum().backward()
-    try:
-        optimizer.step()
-    except autoshard.AutoshardError as error:
-        return str(error)
-    return "stepped"
+    optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["lstm", "sequential"])
 def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str) -> None:
-    for text in two.run(skipped_by_dynamo, name):
+    for text in two.run(what_is_said, skipped_by_dynamo, name):
         says = "is an LSTM: Dynamo leaves it out of every graph" if name == "lstm" else "never gave it a graph"
         assert says in text

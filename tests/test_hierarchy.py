@@ -29,7 +29,7 @@ from autoshard.rehearsal import Rehearsed, rehearse
 from tests.cluster import Cluster
 from tests.models import CASES, DEEP
 from tests.parity import Distance, measure, see_gradients
-from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of
+from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, in_full, inputs_of, same
 
 TWO_BY_TWO = Machines(2, 2, DEVICES["cpu"])
 
@@ -63,7 +63,7 @@ def test_two_gathers_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, 
     between = tuple(inside.with_chunk(s) for s in shapes)
     by_place = [_gather(rows, between, across, [place + node * n for n in range(count)]) for place in range(node)]
     found = _gather([list(parts) for parts in zip(*by_place)], shapes, inside, list(range(node)))
-    assert all(map(torch.equal, found, whole))
+    assert same(found, whole)
 
 
 def _reduce(grads: list[list[Tensor]], shapes: list[tuple[int, ...]], layout: Layout, place: int) -> list[Tensor]:
@@ -83,7 +83,7 @@ def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shape
     for rank in range(count * node):
         of_nodes = [_reduce(grads[n * node : n * node + node], between, inside, rank % node) for n in range(count)]
         found = _reduce(of_nodes, [tuple(w[rank].shape) for w in wanted], across, rank // node)
-        for ours, theirs in zip(found, wanted):
+        for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs[rank])
 
 

@@ -25,7 +25,7 @@ from tests.cluster import Cluster
 from tests.launch import launch
 from tests.models import llama
 from tests.parity import Distance, whole
-from tests.small import TOLERANCE, Net, config, in_full, inputs_of
+from tests.small import TOLERANCE, Net, config, in_full, inputs_of, same
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -108,7 +108,7 @@ def _state_on_each_node(folder: str, zero: int) -> list[torch.Tensor]:
 def test_each_node_has_the_whole_state_of_the_optimizer(two: Cluster, tmp_path: Path, zero: int) -> None:
     """Of weights each has what transformers writes there (5.24: on rank 0 alone)."""
     first, second = two.run(_state_on_each_node, str(tmp_path), zero)
-    assert all(map(torch.equal, first, second))
+    assert same(first, second)
     assert sum(moment.numel() for moment in first) == sum(p.numel() for p in llama().parameters())
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,10 @@ from autoshard.kernels.tuning import Tile
 from autoshard.optim import Lion
 from autoshard.runtime import fused_step
 from autoshard.runtime.fused_step import FAMILIES, LION, Family, Gradients
-from tests.small import in_full
+from tests.kernels import EPSILON, apart, compiled_as, spilled
+from tests.small import in_full, same
 
-triton = pytest.importorskip("triton")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    return
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # --- against torch
@@ -49,8 +42,6 @@ OPTIONS: dict[type[optim.Optimizer], dict[str, st.SearchStrategy[Any]]] = {
 }
 LENGTHS = st.lists(st.sampled_from([0, 1, 7, 16, 48, TILES[0]["BLOCK"], TILES[0]["CHUNK"] + 3]), min_size=1, max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-# Half the distance between two numbers; all of it in bfloat16, which the interpreter cuts off where a GPU rounds.
-EPSILON = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 
 
 def parameters(lengths: list[int], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -82,11 +73,6 @@ def steps(optimizer: optim.Optimizer, ps: list[nn.Parameter], at: int, family: F
 
 def worst(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> float:
     return max((apart(a.detach(), b.detach()) for a, b in zip(ours, theirs)), default=0.0)
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to one or what it should be."""
-    return float(((a.double() - b).abs() / (1 + b.abs())).max()) if a.numel() else 0.0
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -124,7 +110,7 @@ def test_a_hundred_steps_are_torchs(kind: type[optim.Optimizer]) -> None:
         steps(optimizer, ours, at, FAMILIES[kind])
         steps(reference, theirs, at, None)
     assert worst(ours, theirs) <= 1e-6
-    states = zip(optimizer.state.values(), reference.state.values())
+    states = zip(optimizer.state.values(), reference.state.values(), strict=True)
     assert all(a.keys() == b.keys() for a, b in states)
 
 
@@ -155,7 +141,7 @@ def test_every_tile_takes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
         steps(optim.AdamW(ours, lr=0.01), ours, 0, FAMILIES[optim.AdamW])
         taken.append(ours)
     for others in taken[1:]:
-        assert all(map(torch.equal, taken[0], others))
+        assert same(taken[0], others)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -189,32 +175,12 @@ RULES: dict[str, Rule] = {
 }
 
 
-def compiled_as(function: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, attrs: Any = None, **options: int) -> Any:
-    """What Triton makes of it for a GPU that need not be there. signature: of what is no constant."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(function, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
 def compiled(kernel: Kernel, capability: int, tile: Tile) -> Any:
     function = load(kernel.rule.name, kernel.source())
     signature = {"settings": "*fp64", "steps": "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
     constants = {"CHUNK": tile["CHUNK"], "BLOCK": tile["BLOCK"], "ALIGNED": True}
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)}
     return compiled_as(function, signature, constants, capability, divisible, num_warps=tile["num_warps"])
-
-
-def spilled(made: Any, folder: Path) -> int:
-    """Bytes of a thread's that are not in registers."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"(?:STACK|LOCAL):(\d+)", said)
-    assert found, said
-    return sum(map(int, found))
 
 
 CASES = [(name, capability) for name in RULES for capability in (80, 90)]

@@ -14,6 +14,7 @@ from autoshard.ops import packing, wire
 from autoshard.ops.layout import Layout
 from autoshard.plan import REDUCTIONS
 from autoshard.torch_internals import FakeTensorMode
+from tests.small import same
 
 _DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
 
@@ -71,7 +72,7 @@ def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
     sent = [wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(layout.size)]
-    for ours, theirs in zip(wire.unpack_full(_as_gathered(sent), shapes, layout), full):
+    for ours, theirs in zip(wire.unpack_full(_as_gathered(sent), shapes, layout), full, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -85,7 +86,7 @@ def test_what_is_gathered_apart_is_used_where_it_arrives(
     sent = [packing.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(layout.size)]
     gathered = _as_gathered(sent)
     found = packing.unpack_full(gathered, shapes, layout)
-    assert all(map(torch.equal, found, full))
+    assert same(found, full)
     alone = wire.apart(shapes, layout, torch.float32)
     assert [found[i].data_ptr() for i in alone] == [brought.data_ptr() for brought, _ in zip(gathered, alone)]
 
@@ -104,7 +105,7 @@ def test_a_reduction_gives_each_process_its_rows_of_the_mean(
         brought = _as_gathered([[rows[rank] for rows in one] for one in sent])
         flat = wire.sum_rows(brought, layout.size, torch.float32)
         got = wire.unpack_shards(flat, shards, shapes, torch.float32, layout)
-        for ours, theirs in zip(got, wanted):
+        for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours, theirs[rank])
 
 
@@ -144,7 +145,7 @@ def test_what_graphs_do_is_what_the_wire_says(
         told_full = packing.unpack_full(_as_gathered([told[0]] * layout.size), shapes, layout)
     sent, reduced = packing.pack_shards(rows, shapes, layout), packing.pack_grads(full, layout)
     assert sum(t.numel() for t in sent) == sum(t.numel() for t in wire.pack_shards(rows, shapes, layout))
-    assert all(map(torch.equal, reduced, pack_grads(full, layout)))
+    assert same(reduced, pack_grads(full, layout))
     gathered = _as_gathered([sent] * layout.size)
     whole = packing.unpack_full(gathered, shapes, layout)
     added = packing.sum_rows(reduced, layout.size, own)
@@ -165,6 +166,6 @@ def test_an_uneven_parameter_has_the_others_copied_no_more_often() -> None:
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
     gathered = _as_gathered([wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(4)])
-    assert all(map(torch.equal, wire.unpack_full(gathered, shapes, layout), full))
+    assert same(wire.unpack_full(gathered, shapes, layout), full)
     assert _copies(wire.unpack_full, gathered, shapes, layout) == 1 + 4 + 1
     assert _copies(pack_grads, full, layout) == _copies(packing.pack_grads, full, layout) == 4

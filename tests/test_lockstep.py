@@ -24,7 +24,7 @@ from autoshard.runtime.processes import World
 from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import whole
-from tests.small import compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import backward_beside, compiled_pair, config, in_full, inputs_of, step_each
 
 CALLS = [Call(training, collectives) for training in (True, False) for collectives in ("gather a", "gather b", "gather a\nreduce b")]
 
@@ -204,9 +204,7 @@ def batches_of_other_lengths(recompute: str, blocks: int, codegen: str) -> float
     model, plain, compiled = compiled_pair(config(3, recompute=recompute, codegen=codegen), partial(Looking, blocks))
     for lengths in ((3, 200), (200, 3), (9, 5)):
         ids = [torch.randint(64, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
-        compiled(ids[dist.get_rank()]).backward()
-        for each in ids:
-            (plain(each) / len(ids)).backward()
+        backward_beside(compiled, plain, ids)
     return max((whole(p.grad) - q.grad).abs().max().item() for p, q in zip(model.parameters(), plain.parameters()))  # type: ignore[arg-type, operator]
 
 

@@ -22,10 +22,9 @@ from autoshard.passes import graphs
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import rehearse
-from autoshard.runtime.residue import Residue, residues_of
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
-from tests.small import config, in_full, what_is_said
+from tests.small import compiled_pair, config, in_full, residues, same, what_is_said
 
 
 class Net(nn.Module):
@@ -198,10 +197,8 @@ def test_what_is_not_finite_is_not_kept(two: Cluster) -> None:
 
 def thawed() -> tuple[bool, float]:
     """Of a matrix that was frozen in the first call: whether it got a gradient then, and how far the later one is from the mean."""
-    plain = rank0_copy(Net())
-    model = copy.deepcopy(plain)
+    model, plain, compiled = compiled_pair(config(0, compression="powersgd"), Net)
     model.up.weight.requires_grad_(False)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
     first, second = batches(2)
     compiled(first[dist.get_rank()]).backward()
     frozen = model.up.weight.grad is None
@@ -219,9 +216,7 @@ def test_a_matrix_that_was_frozen_goes_whole(two: Cluster) -> None:
 
 def trained(precision: str | None) -> tuple[list[float], list[Tensor], set[str]]:
     """Losses of some steps on one batch, the parameters after them, and what a checkpoint has."""
-    torch.manual_seed(0)
-    model = rank0_copy(Net())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", compression="powersgd", precision=precision)))
+    model, _, compiled = compiled_pair(config("auto", compression="powersgd", precision=precision), Net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     inputs, losses = batches(1)[0][dist.get_rank()], []
     for _ in range(12):
@@ -235,10 +230,6 @@ def trained(precision: str | None) -> tuple[list[float], list[Tensor], set[str]]
     return losses, [p.detach() for p in model.parameters()], set(model.state_dict())
 
 
-def residues(model: nn.Module) -> list[Residue]:
-    return [residue for module in model.modules() for residue in residues_of(module).values()]
-
-
 def errors(model: nn.Module) -> list[Tensor]:
     return [r.error.detach() for r in residues(model)]
 
@@ -246,7 +237,7 @@ def errors(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("precision", [None, in_full("bf16")])
 def test_it_trains_and_all_processes_stay_alike(two: Cluster, precision: str | None) -> None:
     (losses, first, names), (_, second, _) = two.run(trained, precision)
-    assert losses[-1] < 0.7 * losses[0] and all(torch.equal(a, b) for a, b in zip(first, second))
+    assert losses[-1] < 0.7 * losses[0] and same(first, second)
     assert names == set(Net().state_dict())
 
 
@@ -264,9 +255,8 @@ class Slow(nn.Module):
 
 def moved(scale: float) -> float:
     """How far the embedding went in some steps."""
-    model = rank0_copy(Slow())
+    model, _, compiled = compiled_pair(config(0, compression="powersgd"), Slow)
     before = model.embedding.weight.detach().clone()
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / scale)
     ids = torch.randint(8, 64, (128,), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(20):
@@ -300,8 +290,7 @@ def test_convolutions_and_float64(two: Cluster) -> None:
 
 
 def by_grad() -> str:
-    model = rank0_copy(Net())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    model, _, compiled = compiled_pair(config(0, compression="powersgd"), Net)
     optimizer = torch.optim.SGD(model.parameters())
     parameters = list(model.parameters())
     compiled(batches(1)[0][dist.get_rank()]).backward(inputs=parameters)
@@ -315,8 +304,7 @@ def test_gradients_of_which_nothing_is_kept_are_refused(two: Cluster) -> None:
 
 def state_before_a_backward() -> list[str]:
     """The parameters of which there is state to load into, after a first call that had no backward."""
-    model = rank0_copy(Net())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    model, _, compiled = compiled_pair(config(0, compression="powersgd"), Net)
     optimizer = torch.optim.AdamW(model.parameters())
     with torch.no_grad():
         compiled(batches(1)[0][dist.get_rank()])
@@ -329,8 +317,7 @@ def test_state_to_load_into_is_made_before_a_first_backward(two: Cluster) -> Non
 
 def loaded() -> list[bool]:
     """Whether something was kept: after a step, and once its model's own state was loaded."""
-    model = rank0_copy(Net())
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0, compression="powersgd")))
+    model, _, compiled = compiled_pair(config(0, compression="powersgd"), Net)
     compiled(batches(1)[0][dist.get_rank()]).backward()
     found = [any(bool(e.any()) for e in errors(model))]
     model.load_state_dict(model.state_dict())

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from tests.cluster import Cluster
-from tests.small import Net, config, what_is_said
+from tests.small import Net, config, inputs_of, what_is_said
 
 
 class MaxNorm(nn.Module):
@@ -208,3 +208,81 @@ CASES: dict[Callable[[], None], str] = {
 def test_it_is_refused(two: Cluster, case: Callable[[], None]) -> None:
     for said in two.run(what_is_said, case):
         assert CASES[case] in said, said
+
+
+class Skipped(nn.Module):
+    """One layer runs where Dynamo does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.skipped = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return self.skipped(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.seen(x)).pow(2).mean()
+
+
+def step_beside_the_graph() -> None:
+    model = Skipped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(0)))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+    optimizer.step()
+
+
+def test_gradients_that_no_graph_reduced_are_refused(two: Cluster) -> None:
+    for text in two.run(what_is_said, step_beside_the_graph):
+        assert text.startswith("UnsupportedError: a Linear that autoshard trains was called outside of any compiled graph")
+
+
+class Half(nn.Module):
+    """Two layers; only the first is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Net(), nn.Linear(8, 8)
+
+
+def step_outside(what: str) -> None:
+    model = Half()
+    compiled: Any = torch.compile(model.first, backend=autoshard.backend(config(0)))
+    x = inputs_of(1)[0, dist.get_rank()]
+    if what == "grown":
+        compiled(x).backward()
+        model.first.down = nn.Linear(15, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(model.second(x)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("beside", "DivergenceError: the optimizer steps a parameter of shape (8, 8) that is in no model"),
+        ("grown", "UnsupportedError: parameter 'down.weight' of shape (8, 15) came after the first call"),
+    ],
+)
+def test_parameters_that_nothing_reduces_are_refused(two: Cluster, what: str, says: str) -> None:
+    for text in two.run(what_is_said, step_outside, what):
+        assert text.startswith(says), text
+
+
+class Penalized(Net):
+    """Uses its parameters directly, as a penalty on weights may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.pow(2).sum() for p in self.parameters())
+
+
+def penalized(zero: int) -> None:
+    compiled: Any = torch.compile(Penalized(), backend=autoshard.backend(config(zero)))
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_parameters_used_inside_forward_are_refused(two: Cluster, zero: int) -> None:
+    for text in two.run(what_is_said, penalized, zero):
+        assert "UnsupportedError: forward uses parameter 'up.weight' other than through its module" in text, text

@@ -23,8 +23,9 @@ from autoshard.ops import packing
 from autoshard.passes import graphs
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.rehearsal import rehearse
-from tests import test_checkpointing
-from tests.test_passes import Blocks, many_processes, plan_for, rewritten  # noqa: F401  (a fixture of a module)
+from tests.rewriting import Blocks, plan_for, rewritten
+
+pytestmark = pytest.mark.usefixtures("many_processes")
 
 
 def _operations(gm: GraphModule) -> Counter[str]:
@@ -128,15 +129,6 @@ def test_what_cannot_be_copied_is_named() -> None:
         capture(Holds(threading.Lock()), torch.zeros(2, 8))
 
 
-@pytest.mark.parametrize(("around", "inside"), [("none", "none"), ("plain", "none"), ("none", "plain")])
-def test_blocks_traced_once_compute_again_what_their_regions_hold(around: str, inside: str) -> None:
-    model = test_checkpointing.Deep(around, inside)
-    rehearsed = rehearse(capture(model, torch.randn(4, 8)), plan_for(model, 3), inductor=False)
-    backwards = [rehearsed.backward, *(block.backward.graph for block in rehearsed.blocks)]  # type: ignore[union-attr]
-    again = [len(graphs.calls(gm, torch.ops.aten.addmm.default)) for gm in backwards if gm is not None]
-    assert any(again) == ((around, inside) != ("none", "none"))
-
-
 def test_sizes_are_those_of_the_example_whatever_was_traced_before() -> None:
     for batch in (4, 6, 9):
         first = next(iter(capture(Deep(), torch.randn(batch, 8)).graph.graph.nodes)).meta["example_value"]
@@ -191,8 +183,10 @@ def test_backward_of_stage_3_gathers_each_block_just_before_it_is_used(tied: boo
     plan = make_plan(captured.inventory, Config(zero=3, replicate_below=30), Circumstances(Cluster(1, 2, DEVICES["h100"]), None))
     backward = rehearse(captured, plan, inductor=False).backward
     assert backward is not None
-    ahead = 0
+    ahead = most = 0
     for node in backward.graph.nodes:
         ahead += graphs.is_call(node, *graphs.GATHERS)
         ahead -= graphs.is_call(node, torch.ops._c10d_functional.reduce_scatter_tensor.default)
-        assert ahead <= 3, f"{node.name}: whole parameters of {ahead} groups at once"
+        most = max(most, ahead)
+        assert ahead <= 2, f"{node.name}: whole parameters of {ahead} groups at once"
+    assert most

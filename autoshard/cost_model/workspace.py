@@ -3,7 +3,7 @@
 oneDNN, which torch runs convolutions with on CPUs, works on blocked layouts: what it is given is copied into them, and what
 it gives out of them, unless the kernel is of one element. An input of few channels is taken as it is. Channels-last
 tensors it takes too; only the weight's gradient is copied out. Gradients of strided, grouped or few channels are padded in
-ways that are not told here. Seen on torch 2.13; `tests/test_cost_model.py` measures it.
+ways that are not told here. Seen on torch 2.13; `tests/test_workspace.py` measures it.
 """
 
 from __future__ import annotations

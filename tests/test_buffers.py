@@ -1,0 +1,95 @@
+"""Buffers: rank 0's everywhere, or each process's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+from tests.cluster import Cluster
+from tests.models import CASES
+from tests.parity import batches_of
+from tests.small import compiled_pair, config, inputs_of
+
+
+def local_buffers() -> tuple[Tensor, Tensor]:
+    case = CASES["conv"]
+    model, alone, compiled = compiled_pair(config(0, buffers="local"), case.build)
+    batch = batches_of(case, dist.get_world_size(), 1)[0][dist.get_rank()]
+    case.loss(compiled(**batch)).backward()
+    alone(**batch)
+    return model.body[1].running_mean, alone.body[1].running_mean
+
+
+def test_local_buffers_are_each_process_s_own(two: Cluster) -> None:
+    (first, alone), (second, alone_too) = two.run(local_buffers)
+    torch.testing.assert_close(first, alone)
+    torch.testing.assert_close(second, alone_too)
+    assert not torch.equal(first, second)
+
+
+class Averaging(nn.Module):
+    """Replaces its buffer in forward, which no graph knows for a write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("last", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        self.last = x.detach().mean(0)
+        return (self.linear(x) - self.mean).pow(2).mean()
+
+
+def replaced_buffers(buffers: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The buffer after each of some steps, and as it is when everyone has rank 0's (or its own) before each."""
+    model, plain, compiled = compiled_pair(config(3, buffers=buffers), Averaging)
+    found, expected = [], []
+    for x in inputs_of(5):
+        if buffers == "broadcast":
+            dist.broadcast(plain.mean, 0)
+        for m in (plain, compiled):
+            m(x[dist.get_rank()]).backward()
+            m.zero_grad()
+        found.append(torch.stack([model.mean, model.last]))
+        expected.append(torch.stack([plain.mean, plain.last]))
+    return found, expected
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: str) -> None:
+    first, second = two.run(replaced_buffers, buffers)
+    for found, expected in (first, second):
+        torch.testing.assert_close(found, expected)
+    assert not torch.equal(first[0][-1], second[0][-1])
+
+
+def replaced_and_called_alone() -> tuple[Tensor, Tensor]:
+    """The buffer after three calls on rank 0, of which it makes one alone, inside of `gathered`; and the input's mean."""
+    model, _, compiled = compiled_pair(config(3, timeout=10), Averaging)
+    x = inputs_of(1)[0, 0]
+    compiled(x).backward()
+    with autoshard.gathered(model), torch.no_grad():
+        if dist.get_rank() == 0:
+            compiled(x)
+    compiled(x).backward()
+    return model.mean, x.mean(0)
+
+
+def test_inside_gathered_a_replaced_buffer_waits_for_nobody(two: Cluster) -> None:
+    for found, mean in two.run(replaced_and_called_alone):
+        torch.testing.assert_close(found, 0.875 * mean)
+
+
+def test_on_one_process_a_replaced_buffer_is_left_alone() -> None:
+    model = Averaging()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto")))
+    for x in torch.ones(3, 4, 8):
+        compiled(x).backward()
+    torch.testing.assert_close(model.mean, torch.full((8,), 0.875))

@@ -1,0 +1,87 @@
+"""What is chosen to be computed again: against brute force, and what no plan can say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import autoshard
+from autoshard import Config
+from autoshard.errors import ConfigError, PlanError
+from autoshard.passes.choose_recompute import CLOSE, Aim, Block, Option, choose, least
+from autoshard.plan import Plan
+from autoshard.savings import LEVELS, LITTLE, levels
+from tests.recomputed import Stack, inputs
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> list[Block]:
+    def option(number: int) -> Option:
+        saved, more = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+        return Option(str(number), saved, saved + more, float(draw(st.integers(1, 20))))
+
+    return [Block(str(i), tuple(option(k) for k in range(draw(st.integers(1, 3))))) for i in range(draw(st.integers(1, 4)))]
+
+
+def _peak(taken: tuple[Option, ...]) -> int:
+    before = itertools.accumulate((o.saved for o in taken), initial=0)
+    return max(b + o.peak for b, o in zip(before, taken))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(0, 100), st.integers(1, 1000))
+def test_aims_end_at_the_highest_that_is_met(peaks: list[int], more: int, budget: int) -> None:
+    """Of choices by their peaks, each simulated a little higher than it was taken to be."""
+    peaks = sorted({*peaks, 1})
+
+    def simulated(aim: Aim) -> int:
+        return max([p for p in peaks if p <= aim.at], default=peaks[0]) + more
+
+    aim, found = Aim(budget), []
+    for _ in range(40):
+        found.append(simulated(aim))
+        aim = aim.after(found[-1] - budget)
+        if aim.settled:
+            break
+    fitting = [p + more for p in peaks if p + more <= budget]
+    assert aim.settled == bool(fitting)
+    if fitting:
+        assert max(p for p in found if p <= budget) >= max(fitting) * (1 - 2 * CLOSE) - more - 1
+
+
+@given(st.lists(st.integers(1, 1 << 20), max_size=3 * LEVELS))
+def test_levels_save_one_value_more_each_where_they_can(sizes: list[int]) -> None:
+    found = levels(sizes)
+    large = [i for i, size in enumerate(sizes, 1) if size >= LITTLE * sum(sizes)]
+    assert found == sorted(set(found)) and len(found) <= LEVELS and found[-1:] == ([len(sizes)] if sizes else [])
+    if len(large) < LEVELS:
+        assert found[: len(large)] == large
+
+
+@given(blocks(), st.integers(0, 80))
+def test_the_choice_is_that_of_brute_force(blocks: list[Block], budget: int) -> None:
+    every = list(itertools.product(*(b.options for b in blocks)))
+    assert _peak(least(blocks)) == min(map(_peak, every))
+    fitting = [sum(o.seconds for o in taken) for taken in every if _peak(taken) <= budget]
+    taken = choose(blocks, budget)
+    assert (taken is None) == (not fitting)
+    if taken is not None:
+        assert _peak(taken) <= budget and sum(o.seconds for o in taken) == min(fitting)
+
+
+def test_bad_policies_are_refused() -> None:
+    with pytest.raises(ConfigError, match="recompute: 'some' is not legal"):
+        Config(recompute="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Linear has none"):
+        autoshard.plan(nn.Linear(2, 2), torch.ones(1, 2), Config(recompute="full"))
+    text = autoshard.plan(Stack(), inputs(), Config(recompute="full")).to_json()
+    with pytest.raises(PlanError, match="recompute: 'most' is not legal"):
+        Plan.from_json(text.replace('"full"', '"most"'))
+    with pytest.raises(PlanError, match="recompute: 7 is not legal; legal: none, selective, full, or 'save' and operations"):
+        Plan.from_json(text.replace('"full"', "7"))
+    with pytest.raises(PlanError, match="recompute: 'layers.0' has two policies; legal: one a block"):
+        Plan.from_json(text.replace('"layers.1"', '"layers.0"'))

@@ -1,0 +1,114 @@
+"""Machines: their files, their devices, and what was measured of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoshard.cost_model.cluster import (
+    TABLES,
+    Cluster,
+    cache_file,
+    measured_by,
+    measured_here,
+    preset,
+    with_rate,
+)
+from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
+from autoshard.errors import ClusterError
+
+
+def test_a_cluster_survives_yaml() -> None:
+    cluster = Cluster(2, 8, DEVICES["h100"])
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    short = "nodes: 2\nper_node: 8\ndevice: {preset: h100, name: ours, memory: 96e9, across: {bandwidth: 50e9}}"
+    read = Cluster.from_yaml(short)
+    assert read.device.name == "ours" and read.device.memory == 96e9 and read.device.across.latency == 10e-6
+    for said, more in (("{}", {}), ("{fp64: 60e12, fp32: 50e12}", {"fp64": 60e12, "fp32": 50e12})):
+        read = Cluster.from_yaml(f"device: {{preset: h100, flops: {said}}}")
+        assert read.device.flops == {**DEVICES["h100"].flops, **more}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nodes: [", "not YAML"),
+        ("- 1", "legal: a mapping"),
+        ("device: h1000", "device: 'h1000' is not known; legal: h100,"),
+        ("nodes: 0\ndevice: h100", "nodes: 0 is not legal"),
+        ("nods: 1\ndevice: h100", "'nods' is not known; legal: nodes, per_node, device"),
+        ("device: {preset: h100, bandwidth: -1}", "bandwidth: -1 is not legal; legal: 1e+06 to 1e+15"),
+        ("device: {preset: h100, bandwidth: 1e30}", "bandwidth: 1e+30 is not legal"),
+        ("device: {preset: h100, inside: {latency: soon}}", "latency: 'soon' is not legal"),
+        ("device: {preset: h100, tables: {pointwise: [[2, 1.0], [1, 1.0]]}}", "each above the last"),
+        ("device: {preset: h100, tables: {pointwise: [[2]]}}", "legal: \\[size, seconds\\]"),
+        ("device: {name: x, memory: 0, flops: {}, bandwidth: 1e9, launch: 0, inside: {}, across: {}}", "flops: {} is not legal"),
+        ("device: {name: x}", "memory is missing"),
+        ("nodes: 1", "device is missing"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(ClusterError, match=says.replace("+", "\\+")):
+        Cluster.from_yaml(text)
+
+
+def test_devices_are_known_by_what_drivers_call_them() -> None:
+    gib = 2**30
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H200": "h200",
+        "NVIDIA B200": "b200",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "NVIDIA A100 80GB PCIe": "a100-pcie",
+        "NVIDIA A100-PCIE-40GB": "a100-pcie",
+        "NVIDIA L4": "l4",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "Tesla V100-SXM2-32GB": "v100",
+        "Tesla V100-PCIE-16GB": "v100-pcie",
+        "AMD Instinct MI300X": "mi300x",
+    }
+    assert {*names.values(), "cpu"} == set(DEVICES)
+    for name, expected in names.items():
+        assert device_named_like(name, 40 * gib) == replace(DEVICES[expected], memory=40 * gib), name
+    for name in ("NVIDIA T4", "NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
+        unknown = device_named_like(name, 16 * gib)
+        assert unknown.name == name and unknown.memory == 16 * gib and not is_known(unknown)
+    assert all(d.source for d in DEVICES.values())
+
+
+def test_a_measured_rate_is_that_of_the_slowest_links_and_near_ones_are_the_same() -> None:
+    cpu = DEVICES["cpu"]
+    one, two = Cluster(1, 2, cpu), Cluster(2, 2, cpu)
+    assert with_rate(one, 120e6).device.across == cpu.across and with_rate(two, 120e6).device.inside == cpu.inside
+    assert with_rate(one, 120e6).device.inside.bandwidth == pytest.approx(120e6, rel=0.2)
+    assert with_rate(two, 118e6) == with_rate(two, 123e6) != with_rate(two, 24e6)
+
+
+def test_a_calibration_that_counts_otherwise_is_refused() -> None:
+    now = Cluster(1, 1, replace(DEVICES["cpu"], source=measured_by("2.13.0")))
+    assert Cluster.from_yaml(now.to_yaml()) == now
+    with pytest.raises(ClusterError, match="counts kernels in another way than this version; run autoshard calibrate again"):
+        Cluster.from_yaml(now.to_yaml().replace(f"tables {TABLES},", "tables 1,"))
+    with pytest.raises(ClusterError, match="run autoshard calibrate again"):
+        Cluster.from_yaml("device: {preset: cpu, source: 'measured by autoshard calibrate, torch 2.13.0'}")
+
+
+def test_the_file_of_a_bad_cluster_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    for data, says in ((b"nodes: 0\ndevice: h100", "nodes: 0 is not legal"), (b"\xff", "")):
+        file.write_bytes(data)
+        with pytest.raises(ClusterError, match=f"{re.escape(str(file))}: {says}"):
+            Cluster.load(file)
+
+
+def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert measured_here("cpu") == preset("cpu")
+    cache_file("cpu").parent.mkdir(parents=True)
+    cache_file("cpu").write_text(Cluster.from_yaml("device: {preset: cpu, bandwidth: 5e9}").to_yaml())
+    assert measured_here("cpu").bandwidth == 5e9

@@ -1,0 +1,168 @@
+"""A step as it is forecast: against what runs, and against what must be so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import autoshard
+from autoshard import Config
+from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.liveness import CATEGORIES
+from autoshard.cost_model.optimizer import NAMED
+from autoshard.cost_model.program import IN_PLACE
+from autoshard.cost_model.work import flops_of, work_of
+from autoshard.forecast import Forecaster
+from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.plan import Plan
+from autoshard.report import plan_tables, rendered
+from tests.peaks import above_held, grown_in_a_step
+from tests.small import in_full
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 512), nn.GELU())
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(x)), torch.zeros(len(x), dtype=torch.long))
+
+
+def _forecaster(model: nn.Module, x: torch.Tensor, world: int, codegen: str = "eager") -> Forecaster:
+    torch.compiler.reset()
+    return Forecaster(capture(model, x), NAMED["adamw"], Cluster(1, world, DEVICES["cpu"]), codegen)
+
+
+def _plan(forecaster: Forecaster, zero: Any) -> Plan:
+    where = Circumstances(forecaster.cluster, None)
+    config = Config(zero=zero, replicate_below=0)
+    return make_plan(forecaster.captured.inventory, config, where, forecaster)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """Blocks enough to be compiled apart from what is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(192, 64), nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.flatten(1))
+        for layer in self.layers:
+            x = layer(x)
+        return x.log_softmax(-1).square().mean()
+
+
+@pytest.mark.parametrize(
+    "make, batch, codegen",
+    [(Net, 64, "eager"), (Net, 512, "eager"), (Net, 64, "inductor"), in_full(Net, 512, "inductor"), in_full(Deep, 512, "inductor")],
+)
+def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen: str) -> None:
+    model, x = make(), torch.randn(batch, 3, 8, 8)
+    predicted = _plan(_forecaster(model, x, 1, codegen), 0).predicted
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=autoshard.backend(Config(codegen=codegen, verbose=False)))  # type: ignore[arg-type]
+    assert above_held(predicted) == pytest.approx(grown_in_a_step(lambda: compiled(x), optimizer), rel=0.03)
+    state = sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values())
+    assert predicted.memory["optimizer"] == state
+    assert predicted.memory["parameters"] == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_flops_are_those_of_torchs_counter() -> None:
+    model, x = Net(), torch.randn(16, 3, 8, 8)
+    forecaster = _forecaster(model, x, 1)
+    program, *_ = forecaster.simulated(_plan(forecaster, 0))
+    with FlopCounterMode(display=False) as counter:
+        model(x).backward()
+    assert sum(flops_of(o.node) for o in program.operations) == counter.get_total_flops()
+    assert not any(work_of(o).guessed for o in program.operations)
+
+
+def test_more_sharding_never_raises_state() -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 8)
+    state = []
+    for zero in range(4):
+        _, curve, *_ = forecaster.simulated(_plan(forecaster, zero))
+        last = dict(zip(CATEGORIES, curve.at({})[-1]))
+        state.append(last["parameters"] + last["optimizer"] + last["gradients"])
+    assert state == sorted(state, reverse=True) and state[0] > 7 * state[-1]
+
+
+def test_what_is_packed_to_travel_is_communication_and_what_comes_of_it_gathered() -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    program, *_ = forecaster.simulated(replace(_plan(forecaster, 3), message=4096))
+    by_maker = {kind: {p.category for p in program.pieces if kind in p.maker} for kind in ("pack_shards", "gather_direct", "unpack_full")}
+    assert by_maker["pack_shards"] == {"communication"} and by_maker["unpack_full"] == {"gathered"}, by_maker
+    assert len([o for o in program.operations if "gather_direct" in o.name]) > 2
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_what_is_summed_in_place_is_there_once(codegen: str) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 2, codegen)
+    program, _, took, _ = forecaster.simulated(replace(_plan(forecaster, 0), direct_sums=False))
+    sums = [(at, o) for at, o in enumerate(program.operations) if o.name == IN_PLACE]
+    assert sums and took.timeline.communication > 0
+    for at, operation in sums:
+        (packed,), (summed,) = operation.reads, operation.makes
+        assert program.pieces[packed].last < at == program.pieces[summed].made, (at, program.pieces[packed])
+
+
+def test_a_step_has_rows_of_uneven_gradients_beside_what_travels() -> None:
+    """The head's alone, of 10 rows: 3 for each of 4 processes."""
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    program, *_ = forecaster.simulated(_plan(forecaster, 2))
+    rows = [p for p in program.pieces if "rows_by_rank" in p.maker]
+    assert sum(p.bytes for p in rows) == 4 * 3 * 4 * (512 + 1) and {p.category for p in rows} == {"communication"}
+    assert all(work_of(o).kind == "pack" for o in program.operations if "rows_by_rank" in o.name)
+
+
+def test_the_same_input_gives_the_same_plan_byte_by_byte() -> None:
+    texts = [_plan(_forecaster(Net(), torch.randn(4, 3, 8, 8), 4), "auto").to_json() for _ in range(2)]
+    assert texts[0] == texts[1] and '"place": "' in texts[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_we_put_into_a_step_has_rules(zero: int) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    plan = _plan(forecaster, zero)
+    assert plan.direct == (zero > 0) and not any("a rule for" in unknown for unknown in plan.predicted.unknown)
+
+
+@pytest.mark.parametrize(("codegen", "calls"), [("eager", True), ("inductor", False)])
+def test_a_view_takes_a_call_where_no_code_is_generated(codegen: str, calls: bool) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1, codegen)
+    plan = _plan(forecaster, 0)
+    program, _, took, _ = forecaster.simulated(plan)
+    views = sum(o.views for o in program.operations)
+    assert (views > 4) == calls  # its flatten and the weights' transposes, in both directions
+    slow = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1.0),)}))
+    _, _, slower, _ = Forecaster(forecaster.captured, NAMED["adamw"], slow, codegen).simulated(plan)
+    assert slower.seconds - took.seconds == pytest.approx(views, abs=1e-6)
+
+
+def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1)
+    measured = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1e-6),)}))
+    for cluster, said in ((forecaster.cluster, False), (measured, True)):
+        predicted = _plan(Forecaster(forecaster.captured, NAMED["adamw"], cluster, "eager"), 0).predicted
+        assert predicted.error is not None and (predicted.seconds_error is not None) == said
+        assert ("Measured steps took" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said

@@ -1,0 +1,175 @@
+"""Inductor's kernels, foreseen: what is joined, what is computed where it is read, and what is never stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from autoshard.cost_model import liveness
+from autoshard.cost_model.fusion import fuse
+from autoshard.cost_model.program import Operation, Program
+
+
+def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads() -> None:
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    relu, other = (graph.call_function(torch.ops.aten.relu.default, ()) for _ in range(2))
+    started, wait = (graph.call_function(op, ()) for op in (c10d.all_reduce.default, c10d.wait_tensor.default))
+    program = Program()
+    sent, got, first, second, third = (program.add(8, "temporaries", i, i + 1) for i in (0, 1, 2, 3, 4))
+    program.pieces[sent].last = program.pieces[got].last = 6  # the transport reads it until the wait
+    program.operations = [
+        Operation(relu, "forward", (), (sent,), code=0),
+        Operation(started, "forward", (sent,), (got,), code=0),
+        Operation(relu, "forward", (), (first,), code=0),
+        Operation(other, "forward", (first,), (second,), code=0),
+        Operation(relu, "forward", (second,), (third,), code=1),
+        Operation(relu, "forward", (third,), (), code=None),
+        Operation(wait, "forward", (got,), (), code=None),
+    ]
+    fused = fuse(program)
+    assert [len(o.parts) for o in fused.operations] == [1, 1, 2, 1, 0, 0]
+    assert fused.pieces[first].bytes == 0 and fused.pieces[second].bytes == fused.pieces[third].bytes == 8
+    assert fused.pieces[sent].last == 5
+
+
+def test_cheap_values_are_computed_where_they_are_read() -> None:
+    graph = Graph()
+    aten = torch.ops.aten
+    mm, relu, sigmoid = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default, aten.sigmoid.default))
+    program = Program()
+    product, cheap, heavy, *products = (program.add(8, "temporaries", i, i) for i in range(6))
+    program.operations = [
+        Operation(mm, "forward", (), (product,), code=0),
+        Operation(relu, "forward", (product,), (cheap,), code=0),
+        Operation(sigmoid, "forward", (product,), (heavy,), code=0),
+        *(Operation(mm, "forward", (product, heavy), (p,), code=0) for p in products),
+        *(Operation(graph.call_function(aten.add.Tensor, ()), "forward", (cheap, heavy, p), (), code=0) for p in products[:2]),
+    ]
+    for piece, last in ((product, 5), (cheap, 7), (heavy, 7), (products[0], 6), (products[1], 7), (products[2], 5)):
+        program.pieces[piece].last = last
+    fused = fuse(program)
+    assert [o.name for o in fused.operations].count("aten.relu.default") == 0
+    assert fused.pieces[cheap].bytes == 0 and fused.pieces[heavy].bytes == 8
+    readers = [o for o in fused.operations if relu in o.parts]
+    assert readers and all(product in o.reads and heavy in o.reads for o in readers)
+
+
+def test_a_kernel_takes_in_what_it_reads_of_another_unless_something_lies_between() -> None:
+    graph = Graph()
+    aten = torch.ops.aten
+    mm, relu, sigmoid, add = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default, aten.sigmoid.default, aten.add.Tensor))
+    for between in (False, True):
+        program = Program()
+        product, heavy, first, last, second, *out = (program.add(8, "temporaries", i, i + 1) for i in range(7))
+        program.operations = [
+            Operation(mm, "forward", (), (product,), code=0),
+            Operation(sigmoid, "forward", (product,), (heavy,), code=0),
+            Operation(relu, "forward", (product, heavy), (first,), code=0),
+            Operation(mm, "forward", (first,) if between else (), (last,), code=0),
+            Operation(add, "forward", (product, heavy, last), (second,), code=0),
+            *(Operation(mm, "forward", (p,), (made,), code=0) for p, made in zip((first, second), out)),
+        ]
+        fused = fuse(program)
+        kernels = [[p.target for p in o.parts] for o in fused.operations if o.parts[1:]]
+        together = [sigmoid.target, relu.target] if between else [sigmoid.target, relu.target, add.target]
+        assert kernels == [together] and fused.pieces[heavy].bytes == (8 if between else 0)
+
+
+def test_what_autograd_makes_for_an_inlined_operation_is_there_from_backward_on() -> None:
+    graph = Graph()
+    mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
+    program = Program()
+    saved, tangent, cheap, made = (program.add(8, "temporaries", i, last) for i, last in ((0, 1), (1, 1), (1, 2), (2, 3)))
+    program.operations = [
+        Operation(mm, "forward", (), (saved,), code=0),
+        Operation(relu, "backward", (tangent,), (cheap,), code=1),
+        Operation(relu, "backward", (cheap,), (made,), code=1),
+        Operation(mm, "backward", (made, saved), (), code=1),
+    ]
+    fused = fuse(program)
+    assert len(fused.operations) == 3 and fused.pieces[tangent].made == 1
+
+
+@pytest.mark.parametrize(
+    ("repeats", "shared", "waits", "joined"),
+    [
+        ("relu mm", 16, False, True),
+        ("relu", 2, False, False),
+        ("", 2, False, True),
+        ("relu mm", 16, True, False),
+        ("relu", 16, True, True),
+        ("mm", 16, True, False),
+        ("", 16, True, True),
+    ],
+)
+def test_in_backward_only_what_pays_is_joined(repeats: str, shared: int, waits: bool, joined: bool) -> None:
+    graph = Graph()
+    mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
+    for node, name in ((mm, "mm"), (relu, "relu")):
+        node.meta["partitioner_tag"] = "is_forward" if name in repeats.split() else "is_backward"
+    program = Program()
+    common, own, other = (program.add(size, "activations", 0, 3) for size in (shared, 16, 16))
+    first, between, later = (program.add(size, "temporaries", at, at + 1) for at, size in ((1, 8), (2, 16), (3, 8)))
+    program.operations = [
+        Operation(mm, "forward", (), (common, own, other), code=0),
+        Operation(relu, "backward", (common, own), (first,), code=1),
+        Operation(mm, "backward", (first,) if not waits else (other,), (between,), code=1),
+        Operation(relu, "backward", (common, between if waits else other), (later,), code=1),
+        Operation(mm, "backward", (first, later), (), code=1),
+    ]
+    assert any(set(o.makes) == {first, later} for o in fuse(program).operations) == joined
+
+
+def test_what_writes_a_saved_tensor_is_joined_with_what_reads_it() -> None:
+    graph = Graph()
+    mm, relu = (graph.call_function(op, ()) for op in (torch.ops.aten.mm.default, torch.ops.aten.relu.default))
+    program = Program()
+    product, saved, made = (program.add(8, "activations", at, last) for at, last in ((0, 1), (1, 4), (2, 3)))
+    program.operations = [
+        Operation(mm, "forward", (), (product,), code=0),
+        Operation(relu, "forward", (product,), (saved,), code=0),
+        Operation(relu, "forward", (saved,), (made,), code=0),
+        Operation(mm, "forward", (made,), (), code=0),
+    ]
+    fused = fuse(program)
+    assert [set(o.makes) for o in fused.operations] == [{product}, {saved, made}, set()]
+    assert [fused.pieces[p].bytes for p in (saved, made)] == [8, 8]
+
+
+def test_what_a_kernel_sums_up_is_stored_while_it_runs_and_hands_its_place_on() -> None:
+    graph = Graph()
+    ops = (torch.ops.aten.mm.default, torch.ops.aten.exp.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.div.Tensor)
+    mm, exp, total, div = (graph.call_function(op, ()) for op in ops)
+    program = Program()
+    given, heavy, summed, made = (program.add(size, "temporaries", at, at + 1) for at, size in enumerate((8, 8, 2, 8)))
+    program.operations = [
+        Operation(mm, "forward", (), (given,), code=0),
+        Operation(exp, "forward", (given,), (heavy,), code=0),
+        Operation(total, "forward", (heavy,), (summed,), code=0),
+        Operation(div, "forward", (heavy, summed), (made,), code=0),
+        Operation(mm, "forward", (made,), (), code=0),
+    ]
+    program.pieces[heavy].last = 3
+    fused = fuse(program)
+    assert [fused.pieces[p].bytes for p in (given, heavy, summed, made)] == [8, 0, 2, 8]
+    assert [int(b) for b in liveness.simulate(fused).at().sum(1)][:3] == [8, 10, 8]  # the product's place is the quotient's
+
+
+def test_numbers_of_a_dropout_are_drawn_in_the_kernel_that_reads_them() -> None:
+    graph = Graph()
+    targets = (torch.ops.aten.mm.default, torch.ops.prims.inductor_seeds.default, torch.ops.prims.inductor_random.default)
+    mm, seeds, draw, add = (graph.call_function(op, ()) for op in (*targets, torch.ops.aten.add.Tensor))
+    program = Program()
+    seed = program.add(16, "temporaries", 0, 5, "inductor_seeds_default")
+    numbers, product, summed = zip(*([program.add(8, "temporaries", at, at) for at in range(3)] for _ in range(2)))
+    program.operations = [
+        Operation(seeds, "forward", (), (seed,), code=0),
+        Operation(draw, "forward", (seed,), (numbers[0],), code=0),
+        Operation(draw, "forward", (seed,), (numbers[1],), code=0),
+        *(Operation(mm, "forward", (), (p,), code=0) for p in product),
+        *(Operation(add, "forward", (n, p), (s,), code=0) for n, p, s in zip(numbers, product, summed)),
+        Operation(mm, "forward", summed, (), code=0),
+    ]
+    fused = fuse(program)
+    assert [fused.pieces[p].bytes for p in numbers] == [0, 0]

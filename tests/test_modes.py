@@ -1,0 +1,157 @@
+"""Shapes that change, and modes that a loop or a forward enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autoshard
+from tests.cluster import Cluster
+from tests.parity import Distance, see_gradients, see_state, sgd
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+    trained_beside,
+)
+
+
+class Reader(nn.Module):
+    """The mean loss of padded sentences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(29, 8), nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shown = (ids > 0).unsqueeze(-1)
+        y = self.down(torch.tanh(self.up(self.embed(ids)))) * shown
+        return y.pow(2).sum() / shown.sum()
+
+
+def padded_batch(step: int, rank: int) -> Tensor:
+    """Padded to the longest of its own sentences; every fifth batch is what was left over, of one sentence."""
+    g = torch.Generator().manual_seed(97 * step + rank)
+    ids = torch.randint(1, 29, (1 if step % 5 == 4 else 4, 3 + (7 * step + 5 * rank) % 11), generator=g)
+    ids[1:, -2:] = 0
+    return ids
+
+
+def changing_shapes(zero: int) -> tuple[Distance, int]:
+    """Another length at each of 20 steps and on each process, evaluation in between."""
+    model, plain, compiled = compiled_pair(config(zero), Reader)
+    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    for step in range(20):
+        batches = [padded_batch(step, r) for r in range(world)]
+        backward_beside(compiled, plain, batches)
+        see_gradients(distance, model, plain)
+        step_each(optimizer, reference)
+        if step % 3 == 2:
+            with torch.no_grad():
+                distance.see("loss", compiled(batches[rank]), plain(batches[rank]))
+            with torch.inference_mode():
+                distance.see("loss", compiled(batches[rank]), plain(batches[rank]))
+    see_state(distance, model, plain)
+    return distance, sum(p.name == "name_parameters" for p in autoshard.report(model).passes)
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
+    """Each of training, no_grad and inference_mode: the first shape, any length, any length of one sentence."""
+    for distance, graphs in two.run(changing_shapes, zero):
+        assert distance.worst <= TOLERANCE, distance
+        assert graphs <= 9
+
+
+class Transformed(Net):
+    """Weighs each row by itself, and takes a gradient on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.vmap(lambda row: torch.softmax(row, 0))(x)
+        return super().forward(x * weights + torch.func.grad(lambda y: y.pow(3).sum())(x))
+
+
+class Mapped(Net):
+    """Its layers see a row at a time first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x).mean() + super().forward(x)
+
+
+class Inferred(nn.Module):
+    """Looks at what it will train in inference mode first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 512, bias=False), nn.Linear(512, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            mean = self.body(x).mean()
+        return (self.head(self.body(x)) - mean.clone()).pow(2).mean()
+
+
+class Budgeted(nn.Module):
+    """Says how much the activations of its blocks may take; in eager mode there is nothing to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(9))
+
+    def _loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return self._loss(x)
+        with torch.autograd.graph.region_activation_memory_budget(0.5):
+            return self._loss(x)
+
+
+def gradients_of(build: Callable[[], nn.Module], zero: int) -> Distance:
+    model, plain, compiled = compiled_pair(config(zero), build)
+    distance = Distance()
+    for x in inputs_of(2):
+        backward_beside(compiled, plain, x)
+        see_gradients(distance, model, plain)
+        for m in (model, plain):
+            m.zero_grad()
+    return distance
+
+
+needs_budgets = pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="new in torch 2.13")
+
+
+@pytest.mark.parametrize(
+    ("build", "zero"), [(Transformed, 3), (Mapped, 0), (Inferred, 3), pytest.param(Budgeted, 3, marks=needs_budgets)]
+)
+def test_modes_that_forward_enters(two: Cluster, build: Callable[[], nn.Module], zero: int) -> None:
+    for distance in two.run(gradients_of, build, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def evaluated_first(zero: int) -> tuple[Distance, bool]:
+    """Training after a first call in inference mode."""
+    model, plain, compiled = compiled_pair(config(zero))
+    with torch.inference_mode():
+        compiled(inputs_of(1)[0, dist.get_rank()])
+    distance = trained_beside(model, plain, compiled, [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)])
+    return distance, any(p.is_inference() for p in model.parameters())
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_the_first_call_may_be_in_inference_mode(two: Cluster, zero: int) -> None:
+    for distance, inference in two.run(evaluated_first, zero):
+        assert distance.worst <= TOLERANCE and not inference, distance

@@ -1,0 +1,294 @@
+"""One test for each private name of Dynamo: a torch release that moves one fails here, by name."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from autoshard import torch_internals
+
+
+def test_through_dynamo_leaves_a_backend_unwrapped() -> None:
+    class Named(torch_internals.ThroughDynamo):
+        pass
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        raise Named("as it is")
+
+    with pytest.raises(Named, match="as it is"):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+
+
+def test_restart_trace_traces_again() -> None:
+    calls = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        calls.append(gm)
+        if len(calls) == 1:
+            torch_internals.restart_trace("a test")
+        return gm.forward
+
+    assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2, 2]
+    assert len(calls) == 2
+
+
+def test_optimized_module_is_what_compile_returns() -> None:
+    assert isinstance(torch.compile(nn.Linear(2, 2)), torch_internals.OptimizedModule)
+
+
+def test_suppressed_errors_follows_the_config() -> None:
+    assert torch_internals.suppressed_errors() is False
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert torch_internals.suppressed_errors() is True
+
+
+def test_messages_given_once_do_not_break_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda self, text: said.append(text), raising=False)
+    torch_internals.ignore_messages_given_once()
+    logger = logging.getLogger("a.library")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        logger.warning_once("unusual")  # type: ignore[attr-defined]
+        return y * 2
+
+    assert torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [4, 4] and not said
+
+
+class Written(nn.Linear):
+    """Not torch's own, which Dynamo wraps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_compiled_calls_are_seen_while_they_run() -> None:
+    found: list[torch_internals.CompiledCall] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(next(torch_internals.compiled_calls()))
+        return gm.forward
+
+    def function(x: Any) -> Any:
+        return x + 1
+
+    x, model, in_place = torch.ones(2), Written(2, 2), Written(2, 2)
+    torch.compile(function, backend=backend)(x)
+    assert found[-1].function is function and found[-1].arguments[0] is x and found[-1].module is None
+    torch.compile(model, backend=backend)(x)
+    assert found[-1].module is model and found[-1].backend is backend
+    in_place.compile(backend=backend)
+    torch.compiler.reset()  # the two share their code
+    in_place(x=x)
+    assert found[-1].module is in_place and found[-1].keywords["x"] is x
+    of_torch = nn.Sequential(nn.Linear(2, 2))
+    torch.compile(of_torch, backend=backend)(x)
+    assert found[-1].module is of_torch
+    torch.compiler.reset()
+    torch.compile(model.forward, backend=backend)(x)
+    assert found[-1].module is None and found[-1].function == model.forward
+
+
+def test_before_traces_comes_first_and_may_compile() -> None:
+    seen: list[str] = []
+
+    def inner(gm: Any, inputs: Any) -> Any:
+        seen.append("inner")
+        return gm.forward
+
+    def begins() -> None:
+        seen.append("begins")
+        torch.compile(lambda x: x * 3, backend=inner)(torch.ones(2))
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        seen.append("backend")
+        return gm.forward
+
+    torch_internals.before_traces(begins)
+    torch_internals.before_traces(begins)
+    try:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    finally:
+        torch.compiler.reset()
+    torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    assert seen == ["begins", "inner", "backend", "backend"]
+
+
+def test_guarded_parameters_are_seen_to_be_thawed() -> None:
+    def backend(gm: Any, inputs: Any) -> Any:
+        torch_internals.guard_parameters()
+        seen.append(model.weight.requires_grad)
+        return gm.forward
+
+    seen: list[bool] = []
+    before = torch.compiler.config.skip_tensor_guards_with_matching_dict_tags
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend=backend)
+    for trained in (False, False, True):
+        model.weight.requires_grad_(trained)
+        compiled(torch.ones(1, 2))
+    torch.compiler.reset()
+    assert seen == [False, True]
+    assert torch.compiler.config.skip_tensor_guards_with_matching_dict_tags == before
+
+
+def test_backend_of_names_what_compile_was_given() -> None:
+    def backend(gm: Any, inputs: Any) -> Any:
+        return gm.forward
+
+    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend=backend)
+    assert torch_internals.backend_of(torch.compile(nn.Linear(2, 2), backend=backend)) is backend
+    assert torch_internals.backend_of(in_place) is backend
+    assert torch_internals.backend_of(plain) is None
+
+
+def test_a_graph_break_has_the_user_s_line() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(torch_internals.graph_break(gm))
+        return gm.forward
+
+    def inner(x: Any) -> Any:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch.compile(lambda x: inner(x * 2) * 3, backend=backend)(torch.ones(2))
+    where, why = found[0]
+    line = inner.__code__.co_firstlineno + 1
+    assert where == f"{__file__}:{line}" and why
+    assert found[-1] is None
+
+
+def test_what_continues_behind_a_break_is_seen() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(torch_internals.behind_a_break())
+        return gm.forward
+
+    def function(x: Any) -> Any:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch.compile(function, backend=backend)(torch.ones(2))
+    assert found == [False, True]
+
+
+def test_original_of_is_what_compile_was_given() -> None:
+    model = nn.Linear(2, 2)
+    assert torch_internals.original_of(torch.compile(model)) is model
+    assert torch_internals.original_of(model) is model
+
+
+def test_what_comes_after_the_recompile_limit_is_not_compiled() -> None:
+    graphs = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    def function(x: Any, n: int) -> Any:
+        return x + n if n % 2 else x - n
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    for n in range(torch_internals.recompile_limit() + 3):
+        compiled(torch.ones(2), n)
+    assert len(graphs) == torch_internals.recompile_limit()
+
+
+def test_a_region_knows_what_chooses_what_it_saves() -> None:
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        found.extend(torch_internals.saves_by(inner) for inner in (gm, *gm.children()))
+        return gm
+
+    choice = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+
+    def step(x: torch.Tensor) -> Any:
+        return checkpoint(torch.sin, x, use_reentrant=False, context_fn=choice)
+
+    torch.compile(step, backend=backend)(torch.ones(2, requires_grad=True))
+    assert found[0] is None and found[1].func is create_selective_checkpoint_contexts
+
+
+@pytest.mark.skipif(torch_internals.traced_once(nn.Linear.forward) is None, reason="this torch traces every call")
+def test_alike_modules_are_traced_once() -> None:
+    cls = type("Marked", (nn.Linear,), {"forward": torch_internals.traced_once(nn.Linear.forward)})
+    layers = [cls(4, 4) for _ in range(3)]
+    graphs = []
+
+    def read(gm: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(gm)
+        return gm.forward
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    torch.compiler.reset()
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.testing.assert_close(torch.compile(run, backend=read, fullgraph=True)(x), run(x))
+    bodies = {id(body) for _, body in graphs[0].named_children()}
+    assert len(graphs[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)) == 3
+    assert len(bodies) == 1
+
+
+def test_a_trace_leaves_sizes_open_and_says_what_it_took_for_granted() -> None:
+    found = []
+
+    def read(gm: torch.fx.GraphModule, _: object) -> object:
+        found.append((gm, torch_internals.Tracing.here()))
+        return gm.forward
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x
+
+    x = torch.randn(6, 3)
+    torch_internals.leave_open(x, 0)
+    torch.compiler.reset()
+    torch.compile(run, backend=read, dynamic=False)(x)
+    ((gm, tracing),) = found
+    (size, place) = gm.graph.find_nodes(op="placeholder")
+    assert str(place.meta["example_value"].shape[0]) == str(size.meta["example_value"])
+    assert place.meta["example_value"].shape[1] == 3
+    (guard,) = tracing.guards()
+    assert guard.subs(dict.fromkeys(guard.free_symbols, 8)) and not guard.subs(dict.fromkeys(guard.free_symbols, 7))
+
+
+def test_what_dynamo_cannot_trace_is_its_exception() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch_internals.TorchDynamoException):
+        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_gradients_that_go_off_are_a_call() -> None:
+    seen: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        seen.extend(node.args for node in gm.graph.nodes if node.target is torch_internals.SET_GRAD_ENABLED)
+        return gm.forward
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+        return x + y
+
+    torch.compile(half, backend=backend)(torch.ones(2, requires_grad=True))
+    torch.compiler.reset()
+    assert seen == [(False,), (True,)]

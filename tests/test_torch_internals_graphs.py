@@ -1,0 +1,235 @@
+"""One test for each private name of AOTAutograd, Inductor and what graphs are made of: a torch release that moves one fails here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard import torch_internals
+
+
+def test_rename_finds_a_free_name() -> None:
+    graph = torch.fx.Graph()
+    first, second = (graph.call_function(torch.relu, ()) for _ in range(2))
+    torch_internals.rename(first, "again")
+    torch_internals.rename(second, "again")
+    assert (first.name, second.name) == ("again", "again_1")
+
+
+def test_fake_tensors_have_no_values() -> None:
+    with torch_internals.FakeTensorMode():
+        assert isinstance(torch.ones(2), torch_internals.FakeTensor)
+
+
+def test_input_position_names_plain_inputs() -> None:
+    seen: list[int | None] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        seen.extend(torch_internals.input_position(n) for n in gm.graph.find_nodes(op="placeholder"))
+        return make_boxed_func(gm)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return aot_module_simplified(gm, inputs, fw_compiler=compiler)
+
+    torch.compile(lambda x, y: x * y, backend=backend)(torch.ones(2), torch.ones(2))
+    assert seen == [0, 1]
+
+
+def test_gradient_places_name_the_inputs() -> None:
+    seen: list[dict[int, int]] = []
+
+    def partition(joint: Any, inputs: Any, **keywords: Any) -> Any:
+        seen.append(torch_internals.gradient_places(joint.graph))
+        return min_cut_rematerialization_partition(joint, inputs, **keywords)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return aot_module_simplified(gm, inputs, fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=partition)
+
+    x, y, z = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2, requires_grad=True)
+    torch.compile(lambda x, y, z: x * y + z, backend=backend)(x, y, z)
+    assert seen == [{0: 1, 2: 3}]  # behind the result, one for each input
+
+
+def test_an_input_among_the_results_is_left_as_it_lies() -> None:
+    def step(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.conv2d(x, w.relu()), w
+
+    def strides(left: bool) -> tuple[int, ...]:
+        given = [torch.randn(32, 16, 3, 3), torch.randn(4, 16, 8, 8)]
+        gm = make_fx(step, tracing_mode="fake")(*given)
+        examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+        if left:
+            torch_internals.leave_as_they_lie(gm.graph, {gm.graph.find_nodes(op="placeholder")[0]})
+        return torch_internals.inner_inductor(gm, examples)(given)[1].stride()  # type: ignore[no-any-return]
+
+    assert strides(left=True) == (144, 9, 3, 1) and strides(left=False) == (144, 1, 48, 16)
+
+
+@pytest.mark.parametrize(("repeats", "size", "loops"), [("", 64, 1), ("mm", 48, 2), ("mul", 32, 2)])
+def test_what_backward_repeats_says_what_inductor_joins(repeats: str, size: int, loops: int) -> None:
+    """A sum and what waits for a matmul read one small tensor. Sizes differ since a cache knows graphs by their operations only."""
+
+    def backward(x: torch.Tensor, w: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + row, (x @ w) * row
+
+    given = [torch.randn(size, size), torch.randn(size, size), torch.randn(size)]
+    gm = make_fx(backward, tracing_mode="fake")(*given)
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_forward" if node.name == repeats else "is_backward"
+    examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    compiled = torch_internals.inner_inductor(gm, examples, is_backward=True)
+    assert compiled.source_code.count("for(int64_t x0=") == loops
+    torch.testing.assert_close(list(compiled(list(given))), list(backward(*given)))
+
+
+def test_inductor_takes_our_partitioner_and_inner_step() -> None:
+    seen = []
+
+    class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            from functorch.compile import min_cut_rematerialization_partition
+
+            seen.append("partition")
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "a test"
+
+    def wrapper(run: Any) -> Any:
+        return lambda inputs: seen.append("run") or run(inputs)
+
+    def inner(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("backward" if kwargs.get("is_backward") else "forward")
+        return torch_internals.wrap_compiled(torch_internals.inner_inductor(gm, inputs, **kwargs), wrapper)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        patches = {"custom_partitioner_fn": Partitioner()}
+        with torch_internals.without_autograd_cache():
+            return torch_internals.compile_with_inductor(gm, inputs, inner, patches)
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward()
+    later, at_once = ["run", "backward", "run"], ["backward", "run", "run"]  # than forward, or together with it
+    assert seen in (["partition", "forward", *later], ["partition", "forward", *at_once])
+    torch.testing.assert_close(x.grad, torch.ones(3).cos())
+
+
+def _saving(names: list[str], **values: Any) -> torch.fx.GraphModule:
+    """A graph of inputs alone that gives back the last of them, each with its fake value."""
+    graph = torch.fx.Graph()
+    for name in names:
+        graph.placeholder(name).meta["val"] = values.get(name, torch.ones(2))
+    graph.output(tuple(graph.nodes))
+    return torch.fx.GraphModule({}, graph)
+
+
+def test_random_states_are_saved_among_the_tensors() -> None:
+    """That torch's own order needs it: test_checkpointing.py's dropout, on torch 2.13."""
+    values = {"mesh": FakeScriptObject(None, "DeviceMesh", None), "n": 3}
+    forward = _saving(["loss", "x", "mesh", "state", "n"], **values)
+    backward = _saving(["n", "x", "mesh", "rng_state_output_0", "tangent"], **values)
+    torch_internals.put_random_states_first(forward, backward)
+    assert [n.name for n in forward.graph.output_node().args[0]] == ["loss", "x", "state", "mesh", "n"]
+    inputs = [n.name for n in backward.graph.find_nodes(op="placeholder")]
+    assert inputs == ["n", "x", "rng_state_output_0", "mesh", "tangent"]
+
+
+def test_a_random_call_is_seen_through_what_keeps_its_state() -> None:
+    from torch._prims import rng_prims
+
+    graph, dropout = torch.fx.Graph(), torch.ops.aten.native_dropout.default
+    x, state = graph.placeholder("x"), graph.placeholder("state")
+    given = (x, 0.1, True)
+    saves = graph.call_function(rng_prims.run_and_save_rng_state, (dropout, *given))
+    takes = graph.call_function(rng_prims.run_with_rng_state, (state, dropout, *given))
+    safe = graph.call_function(rng_prims.graphsafe_run_with_rng_state, (dropout, *given), {"rng_state": state})
+    plain = graph.call_function(dropout, given)
+    found = [torch_internals.random_call(node) for node in (saves, takes, safe, plain)]
+    assert found == [torch_internals.RandomCall(dropout, given, {}, saved) for saved in (True, False, False)] + [None]
+
+
+def test_is_view_tells_views_from_copies_and_writes() -> None:
+    aten = torch.ops.aten
+    assert torch_internals.is_view(aten.t.default)
+    assert not any(torch_internals.is_view(op) for op in (aten.add.Tensor, aten.add_.Tensor, len))
+
+
+def test_share_memory_sees_views() -> None:
+    x, y = torch.ones(2, 2), torch.ones(2, 2)
+    assert torch_internals.share_memory([x.t()], [x]) and torch_internals.share_memory([x, x[0]], [])
+    assert not torch_internals.share_memory([x], [y])
+
+
+def test_a_tensor_in_transforms_of_functions_is_unwrapped() -> None:
+    seen: list[torch.Tensor] = []
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        seen.append(row)
+        assert torch_internals.unwrapped(row) is not row and torch_internals.storage_of(row) == torch_internals.storage_of(x)
+        return row.sum()
+
+    x = torch.ones(2, 3)
+    torch.vmap(torch.func.grad(look))(x)
+    assert len(seen) == 1 and torch_internals.unwrapped(x) is x
+
+
+def test_a_trace_that_goes_on_serves_a_graph_inside_a_backend() -> None:
+    found = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        tracing = torch_internals.Tracing.here()
+        examples = [tracing.like(n.meta["example_value"]) for n in gm.graph.find_nodes(op="placeholder")]
+        with tracing.entered():
+            aot_module_simplified(gm, examples, fw_compiler=lambda graph, _: found.append(graph) or make_boxed_func(graph))
+        return gm
+
+    assert torch.compile(lambda x: x.permute(1, 0) + 1, backend=backend)(torch.ones(2, 3)).shape == (3, 2)
+    (graph,) = found
+    run: Any = torch_internals.inductor_alone(graph, is_inference=True)
+    (out,) = run([torch.ones(2, 3)])
+    assert out.stride() == graph.graph.output_node().args[0][0].meta["val"].stride()
+
+
+def test_boxed_code_empties_the_list_of_inputs() -> None:
+    gm = torch.fx.symbolic_trace(lambda x, y: x + y)
+    given = [torch.ones(2), torch.ones(2)]
+    assert torch_internals.boxed(gm)(given).tolist() == [2, 2]
+    assert given == []
+
+
+class Wrapped(nn.Sequential):
+    """Its forward is called with all arguments in a tuple, the module among them."""
+
+    def forward(*arguments: Any) -> Any:
+        return nn.Sequential.forward(*arguments)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Wrapped])
+def test_nodes_of_a_joint_graph_say_whose_they_are(kind: type[nn.Sequential]) -> None:
+    found = []
+
+    def read(joint: torch.fx.GraphModule, inputs: object, **keywords: object) -> object:
+        found.extend(n for n in joint.graph.nodes if n.op == "call_function")
+        return min_cut_rematerialization_partition(joint, inputs, **keywords)
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        return aot_module_simplified(gm, inputs, fw_compiler=lambda graph, _: graph, partition_fn=read)
+
+    torch.compiler.reset()
+    torch.compile(kind(nn.Linear(4, 4), nn.Tanh()), backend=backend)(torch.randn(2, 4))
+    (tanh,) = (n for n in found if n.target is torch.ops.aten.tanh.default)
+    (grad,) = (n for n in found if n.target is torch.ops.aten.mm.default and torch_internals.is_backward(n))
+    assert torch_internals.module_path(tanh) == "1" and not torch_internals.is_backward(tanh)
+    assert torch_internals.module_path(grad) == "0"
+
+
+def test_decompositions_of_what_has_one() -> None:
+    aten = torch.ops.aten
+    found = torch_internals.decompositions_of([aten.silu_backward, aten.mm])
+    assert aten.silu_backward.default in found and aten.mm.default not in found

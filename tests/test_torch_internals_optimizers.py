@@ -1,0 +1,148 @@
+"""One test for each private name of optimizers and modules: a torch release that moves one fails here, by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoshard import torch_internals
+from tests.small import same
+
+
+def test_step_hooks_of_one_optimizer_are_seen() -> None:
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        assert not torch_internals.has_step_hooks(optimizer)
+        getattr(optimizer, register)(lambda *_: None)
+        assert torch_internals.has_step_hooks(optimizer)
+
+
+def test_buffers_of_no_state_dict_are_told() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("cached", torch.ones(2), persistent=False)
+    assert torch_internals.kept_buffers(module) == [n for n in module.state_dict() if n not in ("weight", "bias")]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class alone."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_a_hook_sees_what_an_optimizer_loads() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    state = optimizer.state_dict()
+    torch_internals.before_loading(Wrapper(optimizer), lambda *_: None)
+    torch_internals.before_loading(optimizer, lambda _, given: {**given, "param_groups": [{**given["param_groups"][0], "lr": 0.2}]})
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_hooks_around_all_steps_are_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    torch_internals.surround_steps(lambda *_: None, lambda *_: None)
+    assert not torch_internals.has_step_hooks(optimizer)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *_: None)
+        assert torch_internals.has_step_hooks(optimizer)
+        handle.remove()
+
+
+def test_a_step_is_taken_without_hooks() -> None:
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    parameter.grad = torch.ones(2)
+    torch_internals.step_without_hooks(optimizer)
+    assert not seen and bool((parameter < 1).all())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_of_a_scaler_is_seen(enabled: bool) -> None:
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu", enabled=enabled)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch_internals.is_scaled_step()))
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    assert seen == [enabled, False]
+
+
+def test_a_step_within_a_step_is_seen() -> None:
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            other.step()
+            super().step(closure)
+
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)  # whose making surrounds SGD.step with hooks
+    outer = Outer([nn.Parameter(torch.ones(2))], lr=0.1)
+    seen: list[tuple[str, bool]] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append((type(optimizer).__name__, torch_internals.within_step(optimizer)))
+
+    for optimizer in (outer, other):
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(note)
+    outer.step()
+    assert seen == [("Outer", False), *[("SGD", False)] * 2, *[("Outer", True)] * 2, ("Outer", False)]
+
+
+def test_a_copy_without_hooks_leaves_the_original_its_own() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not torch_internals.has_step_hooks(torch_internals.without_step_hooks(copy.copy(optimizer)))
+    assert torch_internals.has_step_hooks(optimizer)
+
+
+def test_fused_steps_are_torchs() -> None:
+    theirs = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    ours = [p.detach().clone() for p in theirs]
+    for p in theirs:
+        p.grad = torch.full_like(p, 0.5)
+    torch.optim.AdamW(theirs[:1], fused=True).step()
+    torch.optim.Adam(theirs[1:2], fused=True).step()
+    torch.optim.SGD(theirs[2:], lr=0.1, momentum=0.9, fused=True).step()
+    grads, common = [torch.full_like(p, 0.5) for p in ours], {"lr": 1e-3, "maximize": False}
+    adam = {**common, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False}
+    for i, decay in ((0, 0.01), (1, 0.0)):
+        steps = [torch.zeros(())]
+        torch_internals.add_to_each(steps, 1.0)
+        lists = ([ours[i]], [grads[i]], [torch.zeros(4)], [torch.zeros(4)], [], steps)
+        torch_internals.fused_adam(lists, decoupled=i == 0, weight_decay=decay, **adam)
+    momentum = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+    torch_internals.fused_sgd(([ours[2]], [grads[2]], [torch.zeros(4)]), **{**common, "lr": 0.1}, **momentum)
+    assert same(ours, theirs)
+
+
+def test_lists_of_tensors_are_gone_through_at_once() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0])]
+    assert [t.tolist() for t in torch_internals.each_divided(tensors, torch.tensor(2.0))] == [[1.5, 2.0], [3.0]]
+    assert [float(n) for n in torch_internals.norm_of_each(tensors)] == [5.0, 6.0]
+    assert torch_internals.norm_of_each([t.bfloat16() for t in tensors])[0].dtype is torch.float32
+    assert all(ours is t for ours, t in zip(torch_internals.rows_of_each(tensors), tensors, strict=True))
+
+
+class Recording(torch.optim.Optimizer):
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__([parameter], {})
+        self.found: list[tuple[float, float]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.found.append((float(self.grad_scale), float(self.found_inf)))  # type: ignore[attr-defined]
+
+
+def test_a_scaler_leaves_scaled_gradients_to_an_optimizer_that_takes_them() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = Recording(parameter), torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch_internals.takes_scaled_gradients(Recording)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.found == [(8.0, 0.0)]
+    assert parameter.grad is not None and parameter.grad.tolist() == [8.0, 8.0]

@@ -1,0 +1,79 @@
+"""What operations do, and how long that takes by tables and data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard.calibrate import _rising
+from autoshard.cost_model import collectives
+from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.kernels import look_up, seconds
+from autoshard.cost_model.program import Operation
+from autoshard.cost_model.work import Work, work_of
+
+
+def test_halves_of_one_kind_are_as_fast_as_those_of_the_other() -> None:
+    tables = {"matmul.fp32": ((1e3, 1e-5), (1e9, 1e-2)), "matmul.bf16": ((1e3, 1e-5), (1e9, 1e-3))}
+    device = replace(DEVICES["h100"], tables=tables)
+    took = {dtype: float(seconds(Work("matmul", 1e12, 0, 0, dtype=dtype), device)) for dtype in ("fp16", "bf16", "fp64", "fp32")}
+    assert took["fp16"] == took["bf16"] < took["fp32"] == took["fp64"]
+
+
+def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
+    tables = {"matmul.fp32": ((1.0, 1e-9), (1e12, 1.0)), "pointwise": ((1.0, 1e-9), (1e9, 1.0))}
+    device = replace(DEVICES["cpu"], tables=tables)
+    few_rows = Work("matmul", flops=2 * 32 * 2000**2, read=4 * 2000**2, written=0)
+    assert seconds(few_rows, device) == pytest.approx(4 * 2000**2 / 1e9, rel=0.01)
+    assert seconds(replace(few_rows, flops=2 * 2000**3, read=12 * 2000**2), device) > 12 * 2000**2 / 1e9
+
+
+def test_each_matmul_of_a_batch_is_as_fast_as_one_of_its_size() -> None:
+    device = replace(DEVICES["cpu"], tables={"matmul.fp32": ((1.0, 1e-5), (1e6, 1e-4), (1e9, 1e-3))})
+    one, small = Work("matmul", 10**9, 0, 0), Work("matmul", 10**6, 0, 0)
+    many = seconds(replace(one, batch=1000), device)
+    assert many == pytest.approx(1e-5 + 1000 * (seconds(small, device) - 1e-5)) and many > 50 * seconds(one, device)
+    assert seconds(replace(small, flops=0, batch=7), device) == pytest.approx(1e-5)
+
+
+def test_a_cpu_reads_what_it_is_about_to_write() -> None:
+    table = {"pointwise": ((1.0, 1e-9), (1e9, 1.0))}
+    cpu, gpu = (replace(DEVICES[name], tables=table, launch=0.0) for name in ("cpu", "h100"))
+    work = Work("pointwise", 0, 10**6, 10**6)
+    assert seconds(work, cpu) == pytest.approx(3e-3) and seconds(work, gpu) == pytest.approx(2e-3)
+
+
+COPIES = {
+    "in rows": (lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format), "pointwise"),
+    "turned": (lambda x: x.transpose(2, 3).clone(memory_format=torch.contiguous_format), "copy"),
+    "of one number": (lambda x: x[:, :, :, :1].expand(x.shape).clone(memory_format=torch.contiguous_format), "pointwise"),
+    "as it lies": (lambda x: x.transpose(2, 3).clone(), "pointwise"),
+    "together": (lambda x: torch.cat([x, x]), "pointwise"),
+    "zeros": (lambda x: torch.full_like(x, 0.0), "pointwise"),
+}
+
+
+@pytest.mark.parametrize("which", COPIES)
+def test_a_copy_costs_more_where_it_turns_what_it_copies(which: str) -> None:
+    copy, kind = COPIES[which]
+    graph = make_fx(copy, tracing_mode="fake")(torch.ones(2, 3, 4, 5)).graph
+    *_, made = (n for n in graph.nodes if n.op == "call_function")
+    assert work_of(Operation(made, "forward", (), ())).kind == kind
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1)), min_size=1, max_size=6), st.floats(0, 1e12), st.floats(0, 1e12))
+def test_time_never_falls_with_size(points: list[tuple[float, float]], a: float, b: float) -> None:
+    table = _rising(list({size: (size, taken) for size, taken in points}.values()))
+    assert look_up(table, min(a, b)) <= look_up(table, max(a, b)) * (1 + 1e-9)
+    device = DEVICES["a100"]
+    for group in (Group(8), Group(16, 2), Group(4, 4)):
+        small, large = (collectives.seconds("all_reduce", int(size), group, device) for size in sorted((a, b)))
+        assert small <= large
+    kernels = [seconds(Work("matmul", int(size), 0, 0), device) for size in sorted((a, b))]
+    assert kernels[0] <= kernels[1]

@@ -1,0 +1,61 @@
+"""What an operation takes for a while beside its results, as measured."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph
+from torch.utils._pytree import tree_leaves
+
+from autoshard.cost_model.workspace import workspace_of
+from tests.peaks import grown
+
+CONVOLUTIONS = [
+    (8, 64, 16, 96, 3, 1, 1, True), (8, 64, 16, 64, 1, 1, 1, True), (2, 64, 16, 64, 3, 1, 4, True), (2, 64, 16, 64, 3, 2, 1, True),
+    (8, 64, 16, 96, 3, 1, 1, False), (8, 3, 16, 64, 3, 1, 1, False), (4, 3, 32, 64, 8, 8, 1, False)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "channels", "size", "out", "kernel", "stride", "groups", "inner"), CONVOLUTIONS)
+def test_what_a_convolution_takes_for_a_while(
+    batch: int, channels: int, size: int, out: int, kernel: int, stride: int, groups: int, inner: bool
+) -> None:
+    x, weight = torch.randn(batch, channels, size, size), torch.randn(out, channels // groups, kernel, kernel)
+    padding = kernel // 2 if stride < kernel else 0
+    options = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    y = torch.ops.aten.convolution.default(x, weight, None, *options)
+    for call, arguments in (
+        (torch.ops.aten.convolution.default, (x, weight, None, *options)),
+        (torch.ops.aten.convolution_backward.default, (torch.randn_like(y), x, weight, None, *options, (inner, True, False))),
+    ):
+        node = _called(call, arguments)
+        held = sum(t.nbytes for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
+        step = functools.partial(call, *arguments)
+        step()
+        assert held + workspace_of(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+
+
+def test_what_dropout_and_the_gradient_of_batch_norm_take_for_a_while() -> None:
+    x, of = torch.randn(256, 32), [torch.randn(32) for _ in range(5)]
+    for call, arguments in (
+        (torch.ops.aten.native_dropout.default, (x, 0.1, True)),
+        (torch.ops.aten.native_batch_norm_backward.default, (x, x, *of, True, 1e-5, [True, True, True])),
+    ):
+        node, step = _called(call, arguments), functools.partial(call, *arguments)
+        held = sum(t.nbytes for t in tree_leaves(node.meta["val"]))
+        step()
+        assert held + workspace_of(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+
+
+def _called(call: Any, arguments: tuple[Any, ...]) -> torch.fx.Node:
+    graph = Graph()
+    nodes = [graph.placeholder("x") if isinstance(a, torch.Tensor) else a for a in arguments]
+    for node, value in zip(nodes, arguments):
+        if isinstance(node, torch.fx.Node):
+            node.meta["val"] = value
+    made = graph.call_function(call, tuple(nodes))
+    made.meta["val"] = call(*arguments)
+    return made
