@@ -329,6 +329,14 @@ def test_halves_of_one_kind_are_as_fast_as_those_of_the_other() -> None:
     assert took["fp16"] == took["bf16"] < took["fp32"] == took["fp64"]
 
 
+def test_convolutions_in_fp32_are_as_fast_as_tf32() -> None:
+    """Which torch's matmuls are not, unless they are told to be."""
+    took = {kind: float(seconds(Work(kind, 10**13, 0, 0), DEVICES["a100"])) for kind in ("convolution", "matmul")}  # type: ignore[arg-type]
+    assert took["convolution"] == pytest.approx(took["matmul"] / 8, rel=0.01)
+    both = {name: float(seconds(Work("convolution", 10**13, 0, 0, dtype=name), DEVICES["v100"])) for name in ("fp32", "fp16")}
+    assert both["fp16"] < both["fp32"] == float(seconds(Work("matmul", 10**13, 0, 0), DEVICES["v100"]))
+
+
 def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
     graph, c10d = Graph(), torch.ops._c10d_functional
     started = graph.call_function(c10d.all_reduce.default, ())

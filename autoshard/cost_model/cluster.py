@@ -14,7 +14,7 @@ import yaml
 
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import Group
-from autoshard.cost_model.hardware import DEVICES, Device, Link
+from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
 from autoshard.errors import ClusterError
 
 
@@ -143,7 +143,7 @@ def _field(name: str, value: Any, base: Device) -> Any:
         link = _mapping(name, value, tuple(f.name for f in fields(Link)))
         return replace(getattr(base, name), **{key: _number(v) for key, v in link.items()})
     if name == "flops":
-        rates = _mapping(name, value, ("bf16", "fp16", "fp32", "fp64"))
+        rates = _mapping(name, value, RATES)
         return {dtype: _number(rate) for dtype, rate in rates.items()}
     if name == "tables":
         tables = _mapping(name, value, None)
