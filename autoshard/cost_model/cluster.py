@@ -38,11 +38,10 @@ class Cluster:
         return self.nodes * self.per_node
 
     def group(self, size: int, stride: int = 1) -> Group:
-        """Of `size` processes, every `stride`-th of the job's, which fill node after node. Where some of such groups begin
-        in the middle of a node, the one on the most nodes."""
-        on_one = max(1, self.per_node // stride)
-        begins = self.per_node % (size * stride) and size * stride % self.per_node
-        nodes = min(self.nodes, size, -(-size // on_one) + bool(begins))
+        """Of `size` processes, every `stride`-th of the job's, which fill node after node. Of all such groups the one on the most
+        nodes: that which begins at the latest place of a node."""
+        latest = self.per_node - 1 - max(math.gcd(size * stride, self.per_node) - stride, 0)
+        nodes = min(self.nodes, size, (latest + (size - 1) * stride) // self.per_node + 1)
         return Group(size, nodes, min(stride, self.per_node) if nodes > 1 else 1)
 
     def levels(self, size: int, node: int) -> tuple[Group, Group]:
