@@ -227,6 +227,20 @@ def test_flops_are_those_of_torchs_counter() -> None:
     assert not any(work_of(o).guessed for o in program.operations)
 
 
+def test_products_of_experts_are_counted_and_are_matmuls() -> None:
+    """Forward and both gradients, of 6 rows that go to 2 experts."""
+    x, weight = torch.zeros(6, 16, dtype=torch.bfloat16, requires_grad=True), torch.zeros(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+
+    def step(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = nn.functional.grouped_mm(x, weight, offs=ends)
+        return torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+
+    found = [n for n in make_fx(step, tracing_mode="fake")(x, weight, ends).graph.nodes if "grouped_mm" in str(n.target)]
+    assert len(found) == 3 and {flops_of(n) for n in found} == {2 * 6 * 16 * 32}
+    assert not any(work_of(Operation(n, "forward", (), ())).guessed for n in found)
+
+
 def test_more_sharding_never_raises_state() -> None:
     forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 8)
     state = []
