@@ -22,15 +22,15 @@ from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Operation, Program
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.step_memory import Held, program_of
-from autoshard.cost_model.step_time import StepTime, schedule, step_time
+from autoshard.cost_model.step_time import StepTime, schedule, step_time, traffic
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
-from autoshard.inventory import ParameterInfo, floating
+from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
-from autoshard.plan import Plan
+from autoshard.plan import Plan, Traffic
 from autoshard.rehearsal import DEFAULT, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
@@ -70,6 +70,7 @@ class Forecaster:
         found = replace(
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
+            traffic=tuple(Traffic(*sent) for sent in traffic(program, self.cluster, groups_of(plan, self.cluster))),
             place=_place(program, peak),
             error=accuracy.memory_error(self.cluster.device, self.inductor),
             unknown=(*unknown, *_guessed(program), *_strange(self.cluster), *_behind(self.captured)),
@@ -185,7 +186,7 @@ class Forecaster:
 
     def _find_held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         infos = self.captured.inventory.parameters
-        trained = [_rows(p, plan) for p in infos if p.trained and p.used and floating(p.dtype)]
+        trained = [_rows(p, plan) for p in filter(is_trained, infos)]
         memory = optimizer.memory(self.make_optimizer, trained, foreach=self.cluster.device.name != "cpu")
         categories: dict[int, Category] = dict.fromkeys(self.captured.parameters, "parameters")
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
