@@ -101,6 +101,12 @@ class Forecaster:
         land(program, took.timeline)
         return program, simulate(program), took
 
+    def at_least(self, plan: Plan) -> int:
+        """Bytes that a process has when the optimizer steps, whatever the graphs do: its rows, their gradients, and the state."""
+        held, _ = self._held(plan)
+        infos = self.captured.inventory.parameters
+        return held.optimizer + sum(_bytes(_rows(p, plan)) for p in (*infos, *filter(is_trained, infos)))
+
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
         of the least peak. Its prediction is there."""
