@@ -199,10 +199,9 @@ class Forecaster:
         count = len(self.captured.inputs)  # behind them a rehearsal puts what is kept of gradients
         categories |= dict.fromkeys(range(count, count + 2 * len(infos)), "compression")
         apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
-        if memory is not None:
-            return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
-        assumed = _as_adam(trained)
-        return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+        assumed = () if memory else ("the optimizer's own state and step (Adam's are assumed)",)
+        memory = memory or _as_adam(trained)
+        return Held(categories, memory.state, memory.scratch, apart, memory.moved), assumed
 
 
 def _step(program: Program, curve: Curve, took: StepTime) -> Step:
@@ -258,7 +257,9 @@ def _bytes(rows: Rows) -> int:
 
 
 def _as_adam(rows: Sequence[Rows]) -> OptimizerMemory:
-    return OptimizerMemory(2 * sum(map(_bytes, rows)), 2 * max(map(_bytes, rows), default=0))
+    """Which reads rows, gradients and two moments, and writes all of that but the gradients."""
+    each = sum(map(_bytes, rows))
+    return OptimizerMemory(2 * each, 2 * max(map(_bytes, rows), default=0), ((7 * each, 0),))
 
 
 def _place(program: Program, peak: Peak) -> str:
