@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from autoshard.config import Config
 from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
-from autoshard.inventory import Inventory
+from autoshard.inventory import Inventory, is_trained
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_travel import choose_travel
@@ -228,17 +230,24 @@ def _at_stage(
         recompute=_asked_for(config, inventory, stacks),
         covered=inventory.covered,
     )
-    plan = _without_precision(plan, config)
+    plan = _on_precision(plan, config, inventory)
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
     return predict(plan, inventory, config, where)
 
 
-def _without_precision(plan: Plan, config: Config) -> Plan:
-    if not plan.leaves_alone or config.dtypes() == (None, None):
+def _on_precision(plan: Plan, config: Config, inventory: Inventory) -> Plan:
+    """What of a precision that was asked for is not as many expect it."""
+    if config.dtypes() == (None, None):
         return plan
-    return plan.because("precision: one process trains in the dtypes of its model, as they are (torch.autocast or model.to() change that)")
+    if plan.leaves_alone:
+        return plan.because("precision: one process trains in the dtypes of its model, as they are (torch.autocast or model.to() change that)")
+    narrow = {p.dtype for p in inventory.parameters if is_trained(p) and p.itemsize < torch.float32.itemsize}
+    if not narrow:
+        return plan
+    dtypes = " and ".join(sorted(narrow))
+    return plan.because(f"precision: rows and what the optimizer keeps of them are {dtypes}, as the model is (model.float() would make them fp32)")
 
 
 def _with_early_gathers(plan: Plan) -> Plan:
