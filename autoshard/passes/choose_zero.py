@@ -107,20 +107,27 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
 
 
 def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire."""
+    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire. What
+    cannot fit is not asked about further; but for the last stage, of which it is said by how much."""
     fitting, whole = list[int](), list[int]()  # all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
     def fits(stage: int) -> bool:
         return where.budget is None or plans[stage].predicted.footprint <= where.budget
 
-    for stage in sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint)):
+    order = sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint))
+
+    def may_fit(stage: int) -> bool:
+        return stage == order[-1] or where.budget is None or _for_certain(plans[stage]) <= where.budget
+
+    for stage in order:
         if whole[1:] or (whole and wire[stage] > HARDLY * wire[whole[0]]):
             break
-        plans[stage] = look(plans[stage], where.budget)
+        if may_fit(stage):
+            plans[stage] = look(plans[stage], where.budget)
         if fits(stage):
             whole.append(stage)
-        elif where.budget is not None:
+        elif where.budget is not None and may_fit(stage):
             plans[stage] = _fitted(plans[stage], where.budget, fit)
         if fits(stage):
             fitting.append(stage)
@@ -129,6 +136,12 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
     return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
+
+
+def _for_certain(plan: Plan) -> int:
+    """Bytes that a step takes whatever it computes again; of one that was not simulated only rows and their gradients are certain."""
+    kept = ("parameters", "gradients", *(("optimizer", "compression", "buffers", "gathered") if plan.predicted.place else ()))
+    return sum(plan.predicted.memory.get(category, 0) for category in kept)
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
