@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "calibrate":
             return _calibrate(arguments)
         with contextlib.redirect_stdout(sys.stderr):  # what a model file prints is not the plan
-            made = _sweep(arguments) if arguments.command == "sweep" else _plan(arguments)
-        show(made, arguments)
+            answer = _sweep(arguments) if arguments.command == "sweep" else _plan(arguments)
+        show(answer, arguments)
     except AutoshardError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"autoshard: {error}", markup=False)
         return 2
@@ -125,24 +127,34 @@ def _unwritable(file: Path) -> ConfigError:
     return ConfigError(f"--out: {str(file)!r} cannot be written; legal: a file in a folder that this user may write to")
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+@dataclass(frozen=True)
+class Answer:
+    """What a command found. about: of what, in lines."""
+
+    made: Plan | Sweep
+    about: tuple[str, ...] = ()
+
+
+def _plan(arguments: argparse.Namespace) -> Answer:
     config = flags.config(arguments)
     pinned = config.resolved_plan()
     if pinned is not None and arguments.model is None and arguments.hf is None:
         _refuse_beside_a_plan(arguments)
-        return pinned
+        return Answer(pinned)
     candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments)
     optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
-        return plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
+        made = plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
+    return Answer(made, _about(candidate.model, cluster))
 
 
-def _sweep(arguments: argparse.Namespace) -> Sweep:
+def _sweep(arguments: argparse.Namespace) -> Answer:
     config = flags.config(arguments)
     candidate, cluster = _candidate(arguments, 2, max(arguments.seq or [0]) or None), _cluster(arguments)
     optimizer = _checked_factory(candidate)
-    return sweep(candidate.model, candidate.example_inputs, config, cluster, optimizer)
+    made = sweep(candidate.model, candidate.example_inputs, config, cluster, optimizer)
+    return Answer(made, _about(candidate.model, cluster))
 
 
 @contextlib.contextmanager
@@ -233,14 +245,15 @@ def _checked_factory(candidate: Candidate) -> Make | None:
     return like(made)
 
 
-def show(made: Plan | Sweep, arguments: argparse.Namespace) -> None:
+def show(answer: Answer, arguments: argparse.Namespace) -> None:
     """Prints a plan as tables, or as its file; a sweep as a table."""
+    made = answer.made
     if isinstance(made, Plan) and arguments.json:
         print(made.to_json())
         return
     console = Console(highlight=False)
-    if arguments.model is not None or arguments.hf is not None:
-        console.print(_described(_cluster(arguments)), style="dim", markup=False)
+    for line in answer.about:
+        console.print(line, style="dim", markup=False)
     if isinstance(made, Plan):
         _print_tables(console, made)
         return
@@ -248,9 +261,14 @@ def show(made: Plan | Sweep, arguments: argparse.Namespace) -> None:
         console.print(part)
 
 
-def _described(cluster: Cluster) -> str:
-    """Its processes, and where the figures of their devices are from."""
-    return f"{cluster.nodes} x {cluster.per_node} {cluster.device.name} ({cluster.device.source or 'source not said'})"
+def _about(model: nn.Module, cluster: Cluster) -> tuple[str, str]:
+    """The processes, and where the figures of their devices are from; the model's numbers, and of which dtypes these are."""
+    elements: Counter[str] = Counter()
+    for parameter in model.parameters():
+        elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    numbers = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.items())
+    machines = f"{cluster.nodes} x {cluster.per_node} {cluster.device.name} ({cluster.device.source or 'source not said'})"
+    return machines, f"{type(model).__name__}, parameters: {numbers}"
 
 
 if __name__ == "__main__":

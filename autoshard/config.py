@@ -43,7 +43,7 @@ class Config:
     recompute: what backward computes again and forward need not save: "none" (what costs next to nothing), "selective" (all
         of a block but attention and every second matmul), "full" (all of a block), or "auto": what brings a step into
         memory_budget in the least time.
-    precision: None, "bf16", "fp16" (compute and gathers; rows and reductions stay fp32), or torch's
+    precision: None, "bf16", "fp16" (compute and gathers; reductions are fp32, and rows stay what the model is), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
         change: each process's gradients are rounded, and once more what is sent on of their sums: by a node, or where the same rows are

@@ -265,7 +265,7 @@ class FirstCall:
             self.phases.say("activations are not predicted: a function, or blocks one by one, were compiled")
             return None
         try:
-            return capture_call(self.model, *call, self.config.dtypes()[0])
+            return capture_call(self.model, *call, self.config.dtypes_on(self.world.size)[0])
         except Exception as error:  # of the user's code under tracing, of any kind; the job itself goes on
             self.phases.warn(f"activations are not predicted: {type(error).__name__}: {str(error).splitlines()[0]}")
             return None

@@ -22,15 +22,15 @@ from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Operation, Program
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.step_memory import Held, program_of
-from autoshard.cost_model.step_time import StepTime, schedule, step_time
+from autoshard.cost_model.step_time import StepTime, schedule, step_time, traffic
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
-from autoshard.inventory import ParameterInfo, floating
+from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
-from autoshard.plan import Plan
+from autoshard.plan import Plan, Traffic
 from autoshard.rehearsal import DEFAULT, Known, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
 from autoshard.savings import Savings, Step
 
@@ -71,6 +71,7 @@ class Forecaster:
         found = replace(
             plan.predicted,
             memory={category: size for category, size in peak.categories.items() if size},
+            traffic=tuple(Traffic(*sent) for sent in traffic(program, self.cluster, groups_of(plan, self.cluster))),
             place=_place(program, peak),
             error=accuracy.memory_error(self.cluster.device, self.inductor),
             unknown=(*unknown, *_strange(self.cluster), *_behind(self.captured)),
@@ -102,19 +103,24 @@ class Forecaster:
         land(program, took.timeline)
         return program, simulate(program), took
 
+    def at_least(self, plan: Plan) -> int:
+        """Bytes that a process has when the optimizer steps, whatever the graphs do: its rows, their gradients, and the state."""
+        held, _ = self._held(plan)
+        infos = self.captured.inventory.parameters
+        return held.optimizer + sum(_bytes(_rows(p, plan)) for p in (*infos, *filter(is_trained, infos)))
+
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
         of the least peak. Its prediction is there."""
         blocks = self._blocks(plan)
         if not blocks:
             return self(plan)
-        best, aim, tried = self(plan), Aim(budget), set[tuple[Option, ...]]()
+        best, aim, tried = self(plan), Aim(budget), dict[tuple[Option, ...], Plan]()
         for _ in range(AIMS):
             taken = choose(blocks, aim.at) or least(blocks)
-            tried.add(taken)
-            if aim.settled or len(tried) > TRIALS:
+            if aim.settled or len({*tried, taken}) > TRIALS:
                 break
-            found = self._with(plan, blocks, taken)
+            found = tried[taken] = tried.get(taken) or self._with(plan, blocks, taken)
             best = found if _better(found, best, budget) else best
             aim = aim.after(found.predicted.footprint - budget)
         if best.predicted.footprint <= budget:
@@ -188,17 +194,16 @@ class Forecaster:
 
     def _find_held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         infos = self.captured.inventory.parameters
-        trained = [_rows(p, plan) for p in infos if p.trained and p.used and floating(p.dtype)]
+        trained = [_rows(p, plan) for p in filter(is_trained, infos)]
         memory = optimizer.memory(self.make_optimizer, trained, foreach=self.cluster.device.name != "cpu")
         categories: dict[int, Category] = dict.fromkeys(self.captured.parameters, "parameters")
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
         count = len(self.captured.inputs)  # behind them a rehearsal puts what is kept of gradients
         categories |= dict.fromkeys(range(count, count + 2 * len(infos)), "compression")
         apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
-        if memory is not None:
-            return Held(categories, memory.state, memory.scratch, apart, memory.moved), ()
-        assumed = _as_adam(trained)
-        return Held(categories, assumed.state, assumed.scratch, apart), ("the optimizer's own state (Adam's is assumed)",)
+        assumed = () if memory else ("the optimizer's own state and step (Adam's are assumed)",)
+        memory = memory or _as_adam(trained)
+        return Held(categories, memory.state, memory.scratch, apart, memory.moved), assumed
 
 
 def _step(program: Program, curve: Curve, took: StepTime) -> Step:
@@ -254,7 +259,9 @@ def _bytes(rows: Rows) -> int:
 
 
 def _as_adam(rows: Sequence[Rows]) -> OptimizerMemory:
-    return OptimizerMemory(2 * sum(map(_bytes, rows)), 2 * max(map(_bytes, rows), default=0))
+    """Which reads rows, gradients and two moments, and writes all of that but the gradients."""
+    each = sum(map(_bytes, rows))
+    return OptimizerMemory(2 * each, 2 * max(map(_bytes, rows), default=0), ((7 * each, 0),))
 
 
 def _place(program: Program, peak: Peak) -> str:

@@ -128,6 +128,11 @@ def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, looked_
     )
 
 
+def is_trained(parameter: ParameterInfo) -> bool:
+    """Whether backward gives it a gradient."""
+    return parameter.trained and parameter.used and floating(parameter.dtype)
+
+
 def floating(dtype: str) -> bool:
     """True if a dtype of this name has gradients."""
     return bool(getattr(torch, dtype).is_floating_point)

@@ -18,6 +18,7 @@ from autoshard.plan import Plan
 from autoshard.units import bytes_text, counted
 
 WIDTH = 80
+_OF_MEMORY = ("activations", "temporaries")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _T = TypeVar("_T")
 
@@ -91,6 +92,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         Text(""),
         *_time_part(plan),
         *_traffic_part(plan),
+        *_unmodelled(plan),
         *_why(plan),
     ]
 
@@ -168,15 +170,16 @@ _SAID = {"full": "-", "selective": "attention and every second matmul"}
 def _memory_table(plan: Plan) -> Table:
     predicted = plan.predicted
     table = Table(box=None, pad_edge=False)
-    table.add_column("memory at the peak" if predicted.place else "memory")
-    table.add_column("bytes", justify="right")
+    table.add_column("memory of a process at the peak" if predicted.place else "memory of a process")
+    table.add_column("", justify="right")
     for category, size in predicted.memory.items():
-        table.add_row(category, bytes_text(size))
+        if size:
+            table.add_row(category, bytes_text(size))
     table.add_row("in all" if predicted.place else "known so far", bytes_text(predicted.peak_bytes), style="bold")
     if predicted.reserved is not None:
         table.add_row("reserved by CUDA's allocator", bytes_text(predicted.reserved))
     for unknown in predicted.unknown:
-        if unknown in ("activations", "temporaries"):
+        if unknown in _OF_MEMORY:
             table.add_row(unknown, "not modelled")
     return table
 
@@ -227,7 +230,7 @@ def _time_part(plan: Plan) -> list[RenderableType]:
 def _traffic_part(plan: Plan) -> list[RenderableType]:
     if not plan.predicted.traffic:
         return [Text("No communication.")]
-    table = Table(title="Collectives a step", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="Collectives of a process in a step", title_justify="left", box=None, pad_edge=False)
     for column in ("collective", "in"):
         table.add_column(column)
     for column in ("messages", "bytes sent", "wire time"):
@@ -236,8 +239,13 @@ def _traffic_part(plan: Plan) -> list[RenderableType]:
         table.add_row(
             t.collective, t.phase, str(t.messages), bytes_text(t.bytes), f"{t.seconds * 1e3:.2f} ms"
         )
-    unmodelled = [u for u in plan.predicted.unknown if u not in ("activations", "temporaries")]
-    return [table, *([Text(f"Not modelled: {', '.join(unmodelled)}.", style="dim")] if unmodelled else [])]
+    return [table]
+
+
+def _unmodelled(plan: Plan) -> list[RenderableType]:
+    """What is unknown beside what the table of memory says of it."""
+    unknown = [u for u in plan.predicted.unknown if u not in _OF_MEMORY]
+    return [Text(f"Not modelled: {', '.join(unknown)}.", style="dim")] if unknown else []
 
 
 def _why(plan: Plan) -> list[RenderableType]:

@@ -25,7 +25,7 @@ from autoshard.cost_model.optimizer import Make
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
-from autoshard.inventory import Inventory
+from autoshard.forecast import Forecaster
 from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
@@ -137,7 +137,7 @@ def sweep(
     if not captured.open.traced:
         raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
     where = circumstances(config, cluster)
-    ways = tuple(Way(p, *forecast.costs(p)) for p in _plans(captured.inventory, config, where))
+    ways = tuple(Way(p, *forecast.costs(p)) for p in _plans(forecast, config, where))
     return Sweep(
         ways,
         where.budget,
@@ -148,19 +148,15 @@ def sweep(
     )
 
 
-def _plans(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:
+def _plans(forecast: Forecaster, config: Config, where: Circumstances) -> list[Plan]:
     """What the config leaves open; a pinned plan leaves nothing."""
+    inventory = forecast.captured.inventory
     pinned = pinned_plan(config, inventory, where.cluster.world)
     if pinned is not None:
         return [pinned]
     plans = [q for p in at_stages(inventory, config, where) for q in ((p, keeping_none(p)) if dropped(p) else (p,))]
-    stages = _possible(plans, where.budget)
-    return [p for stage in stages for p in _recomputed(stage, config)]
-
-
-def _possible(plans: list[Plan], budget: int | None) -> list[Plan]:
-    """Those whose parameters, gradients and optimizer alone fit; if none do, the last, which takes the least."""
-    return [p for p in plans if budget is None or p.predicted.footprint <= budget] or plans[-1:]
+    possible = [p for p in plans if where.budget is None or forecast.at_least(p) <= where.budget]
+    return [p for stage in possible or plans[-1:] for p in _recomputed(stage, config)]  # if none is, the one that takes the least
 
 
 def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:

@@ -33,6 +33,7 @@ def sweep_tables(
         Text(""),
         *_largest(sweep, lengths),
         *_bands(sweep),
+        *_reasons(sweep),
     ]
 
 
@@ -67,6 +68,11 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
             _rate(batch * plan.world / seconds),
             "" if fits else "too large",
         ], bool(fits)
+
+
+def _reasons(sweep: Sweep) -> list[RenderableType]:
+    """Those that all ways have: what was asked for and is not so, say."""
+    return [Text(f"- {why}") for why in sweep.ways[0].plan.why if all(why in way.plan.why for way in sweep.ways)]
 
 
 def _recomputed(plan: Plan) -> str:

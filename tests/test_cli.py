@@ -38,6 +38,12 @@ def build():
 def with_sgd():
     return Net(), (torch.zeros(2, 4096),), lambda ps: torch.optim.SGD(ps, lr=0.1)
 
+def of_values():
+    return Net(), torch.zeros(2, 4096), lambda ps: torch.optim.Adafactor(ps)
+
+def in_halves():
+    return Net().bfloat16(), torch.zeros(2, 4096, dtype=torch.bfloat16)
+
 def fails():
     raise KeyError("hello")
 
@@ -105,6 +111,26 @@ def test_what_is_known_before_the_trace_is_shown_first(
     shown = capsys.readouterr()
     assert "before the model is traced" in shown.err and "activations" in shown.err and "ZeRO-3" in shown.err
     assert "before the model is traced" not in shown.out and "time of a step" in shown.out
+
+
+def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch's Adafactor asks for values; its step is not free for that."""
+    assert main(["plan", f"{model}:of_values"]) == 0
+    out = capsys.readouterr().out
+    assert "No communication." in out and "Not modelled: the optimizer's own state and step (Adam's are assumed)" in out
+    (spent,) = (line.split()[1] for line in out.splitlines() if line.startswith("optimizer ") and line.count(".") and "iB" not in line)
+    assert float(spent) > 0
+
+
+def test_dtypes_of_parameters_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which a precision leaves as they are, and one process trains in."""
+    numbers, kept = f"Net, parameters: {3 * 4097 * 4096:,} in bfloat16", "- precision: rows and what the optimizer keeps of them are bfloat16"
+    for command in ("plan", "sweep"):
+        assert main([command, f"{model}:in_halves", "--nproc-per-node", "2", "--precision", "bf16"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1] == numbers and any(line.startswith(kept) for line in lines) and max(map(len, lines)) <= 80
+        assert main([command, model, "--precision", "bf16"]) == 0
+        assert "- precision: one process trains in the dtypes of its model" in capsys.readouterr().out
 
 
 def test_json_is_a_plan_that_can_be_pinned(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,8 +214,8 @@ def test_a_model_file_finds_no_arguments_but_its_own_name(
 def test_a_sweep_says_which_batches_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", model, "--nproc-per-node", "2", "--memory-budget", "1GiB", "--codegen", "eager"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[4].split() == ["batch", "ZeRO", "recompute", "peak", "step", "ms", "samples/s"]
-    batches = [int(line.split()[0]) for line in lines[5:] if line[:5].strip().isdigit()]
+    assert lines[5].split() == ["batch", "ZeRO", "recompute", "peak", "step", "ms", "samples/s"]
+    batches = [int(line.split()[0]) for line in lines[6:] if line[:5].strip().isdigit()]
     assert batches[:3] == [1, 2, 4] and f"The largest batch that fits into 1.00 GiB: {batches[-1]}." in lines
     assert max(map(len, lines)) <= 80
 

@@ -108,6 +108,17 @@ def test_groups_lie_on_as_few_nodes_as_their_places_say() -> None:
     assert cluster.group(4, 8) == Group(4, 4, beside=8)  # one on each node
     assert cluster.group(8, 4) == Group(8, 4, beside=4) and cluster.group(8, 4).per_node == 2
     assert cluster.group(6) == Group(6, 2)  # the second begins on the first node
+    assert Cluster(3, 8, DEVICES["h100"]).group(12) == Group(12, 2)  # each has a node, and half of the one between
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.data())
+def test_a_group_is_as_its_most_spread_out_one(nodes: int, per_node: int, data: st.DataObject) -> None:
+    world = nodes * per_node
+    shard = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    rows = [range(at, at + shard) for at in range(0, world, shard)]
+    for size, stride, groups in ((shard, 1, rows), (world // shard, shard, [range(at, world, shard) for at in range(shard)])):
+        most = max(len({rank // per_node for rank in group}) for group in groups)
+        assert Cluster(nodes, per_node, DEVICES["h100"]).group(size, stride).nodes == most
 
 
 def test_what_a_node_shares_stays_on_its_own_links() -> None:

@@ -270,3 +270,15 @@ def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str)
     for text in two.run(what_is_said, skipped_by_dynamo, name):
         says = "is an LSTM: Dynamo leaves it out of every graph" if name == "lstm" else "never gave it a graph"
         assert says in text
+
+
+def test_one_process_is_forecast_in_the_dtypes_that_it_trains_in() -> None:
+    """Which a precision does not change; what a job says of its step is what a plan beside it says."""
+    options, x = autoshard.Config(memory_budget="1GiB", precision="bf16", codegen="eager", verbose=False), torch.randn(256, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    planned = autoshard.plan(model, x, options).predicted
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(options))
+    compiled(x).sum().backward()
+    plan = autoshard.plan_of(model)
+    assert plan is not None and plan.predicted.place and plan.predicted.memory == planned.memory

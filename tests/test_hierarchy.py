@@ -214,8 +214,8 @@ def test_hpz_gathers_inside_of_nodes_in_backward() -> None:
 
 def test_it_is_chosen_where_processors_of_a_node_share_its_link() -> None:
     def chosen(machines: Machines, size: int = 2**21) -> int:
-        world = machines.world
-        return choose_hierarchy(GroupCost(size, size, 4, 4, 4, world, world, world, 1, "all_to_all"), machines)
+        world, whole = machines.world, 4 * size
+        return choose_hierarchy(GroupCost(whole // world, whole // world, *[whole] * 4, world, world, 1, "all_to_all"), machines)
 
     assert chosen(TWO_BY_TWO) == 2 and chosen(Machines(4, 8, DEVICES["cpu"])) == 8
     assert chosen(Machines(1, 4, DEVICES["cpu"])) == chosen(Machines(4, 1, DEVICES["cpu"])) == 0

@@ -113,7 +113,8 @@ def test_who_goes_apart_is_large_enough_for_a_collective_of_its_own() -> None:
 
 
 def _group(processes: int, elements: int = 2**21) -> GroupCost:
-    return GroupCost(elements, elements, 4, 4, 4, processes, processes, processes, 1, "all_to_all")
+    held, whole = 4 * elements // processes, 4 * elements
+    return GroupCost(held, held, whole, whole, whole, whole, processes, processes, 1, "all_to_all")
 
 
 def test_messages_are_cut_where_smaller_ones_take_less() -> None:
@@ -201,7 +202,7 @@ def test_runs_hold_all_in_order_and_are_worth_it(sizes: list[int], most: int) ->
 
 def test_a_bucket_is_as_small_as_costs_next_to_nothing() -> None:
     cpu = DEVICES["cpu"]
-    whole = GroupCost(2**21, 2**21, 4, 4, 4, 1, 1, 1, 2, "reduce_scatter")
+    whole = GroupCost(*[2**23] * 6, 1, 1, 2, "reduce_scatter")
 
     def chosen(seconds: tuple[float, ...], whole: GroupCost = whole) -> int:
         table = tuple(zip((MIB / 2, MIB, 2 * MIB, 8 * MIB), seconds))
@@ -210,8 +211,8 @@ def test_a_bucket_is_as_small_as_costs_next_to_nothing() -> None:
     assert chosen((0.5, 1, 2, 8)) == MIB / 2
     assert chosen((0.9, 1.05, 2, 8)) == MIB
     assert chosen((2, 2.5, 4, 8)) == 0
-    assert chosen((0.9, 1.05, 2, 8), replace(whole, compute_itemsize=2)) == MIB / 2  # of gradients in bf16 that are reduced in fp32
-    assert chosen((0.9, 1.05, 2, 8), _group(2)) == chosen((0.9, 1.05, 2, 8), replace(whole, compress_itemsize=2)) == 0
+    assert chosen((0.9, 1.05, 2, 8), replace(whole, gradients=2**22)) == MIB / 2  # of gradients in bf16 that are reduced in fp32
+    assert chosen((0.9, 1.05, 2, 8), _group(2)) == chosen((0.9, 1.05, 2, 8), replace(whole, compressed=True)) == 0
     assert choose_bucket([whole], Machines(2, 8, DEVICES["h100"])) == 0
     assert choose_bucket([], Machines(2, 1, cpu)) == 0
     assert not first_look(Sum(), config(0), Machines(2, 1, cpu)).bucket

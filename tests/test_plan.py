@@ -144,11 +144,34 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
     assert max(g.degrees.stage for g in chosen.groups) == 3
 
 
+def test_what_cannot_fit_is_not_asked_about_further() -> None:
+    """Rows and gradients of stage 0 are too much, and so are the copies of stages 1 and 2, whatever is computed again."""
+    asked: list[int] = []
+    brought: list[int] = []
+
+    def forecast(plan: Plan) -> Plan:
+        stage = max(g.degrees.stage for g in plan.groups)
+        asked.append(stage)
+        memory = {"gathered": 2**30 if stage < 3 else 2**28, "activations": 2**30}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
+
+    def fit(plan: Plan, budget: int) -> Plan:
+        brought.append(max(g.degrees.stage for g in plan.groups))
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory={"gathered": 2**28}))
+
+    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    plan = make_plan(large, Config(), _where(8, 2**29 + 2**28), forecast, fit)
+    assert max(g.degrees.stage for g in plan.groups) == 3 and set(asked) == {1, 2, 3} and brought == [3]
+    assert any(why.startswith("ZeRO-0: ") and "and activations" in why for why in plan.why)
+    with pytest.raises(BudgetError, match="ZeRO-3 on 8 processes"):
+        make_plan(large, Config(), _where(8, 2**27), forecast, fit)
+
+
 def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
     """Where a stage fits as it is, no later one is simulated."""
 
     def forecast(plan: Plan) -> Plan:
-        size = {"activations": 100 - 10 * max(g.degrees.stage for g in plan.groups)}
+        size = {"activations": (100 - 10 * max(g.degrees.stage for g in plan.groups)) << 20}
         return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=size, seconds={"compute": 1.0}))
 
     def fit(plan: Plan, budget: int) -> Plan:
@@ -156,7 +179,7 @@ def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
         return dataclasses.replace(found, predicted=dataclasses.replace(plan.predicted, memory={"activations": budget}))
 
     simulated = "the least time of those that were simulated and fit"
-    for budget, said in ((None, "the least time on the wire of those that fit"), (75, simulated)):
+    for budget, said in ((None, "the least time on the wire of those that fit"), (75 << 20, simulated)):
         plan = make_plan(_blocks(), Config(), _where(8, budget), forecast, fit)
         assert [why for why in plan.why if "chosen" in why] == [why for why in plan.why if f"(chosen: {said})" in why] != []
 

@@ -190,6 +190,15 @@ def test_a_policy_of_many_results_fits_into_its_column() -> None:
         assert said in row and "…" not in row
 
 
+@pytest.mark.parametrize(("optimizer", "possible"), [(torch.optim.SGD, True), (torch.optim.AdamW, False)])
+def test_a_stage_is_left_out_only_if_the_optimizer_at_hand_does_not_fit(optimizer: Any, possible: bool) -> None:
+    """4 MiB of parameters at stage 0, as many gradients, and twice so much state or none."""
+    torch.compiler.reset()
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    sweep = autoshard.sweep(model, torch.zeros(4, 512), Config(memory_budget="12MiB", codegen="eager", recompute="none"), TWO, optimizer)
+    assert (0 in {max(g.degrees.stage for g in way.plan.groups) for way in sweep.ways}) is possible
+
+
 def test_it_chooses_the_fastest_that_fits() -> None:
     sweep = _swept("small", "eager")
     swept = sweep.at(batch=np.arange(1, 9), sequence=16)

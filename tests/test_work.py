@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.calibrate import _rising
@@ -16,7 +17,7 @@ from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.program import Operation
-from autoshard.cost_model.work import Work, work_of
+from autoshard.cost_model.work import Work, flops_of, work_of
 
 
 def test_halves_of_one_kind_are_as_fast_as_those_of_the_other() -> None:
@@ -77,3 +78,25 @@ def test_time_never_falls_with_size(points: list[tuple[float, float]], a: float,
         assert small <= large
     kernels = [seconds(Work("matmul", int(size), 0, 0), device) for size in sorted((a, b))]
     assert kernels[0] <= kernels[1]
+
+
+def test_products_of_experts_are_counted_and_are_matmuls() -> None:
+    """Forward and both gradients, of 6 rows that go to 2 experts."""
+    x, weight = torch.zeros(6, 16, dtype=torch.bfloat16, requires_grad=True), torch.zeros(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+
+    def step(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = nn.functional.grouped_mm(x, weight, offs=ends)
+        return torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+
+    found = [n for n in make_fx(step, tracing_mode="fake")(x, weight, ends).graph.nodes if "grouped_mm" in str(n.target)]
+    assert len(found) == 3 and {flops_of(n) for n in found} == {2 * 6 * 16 * 32}
+    assert not any(work_of(Operation(n, "forward", (), ())).guessed for n in found)
+
+
+def test_convolutions_in_fp32_are_as_fast_as_tf32() -> None:
+    """Which torch's matmuls are not, unless they are told to be."""
+    took = {kind: float(seconds(Work(kind, 10**13, 0, 0), DEVICES["a100"])) for kind in ("convolution", "matmul")}  # type: ignore[arg-type]
+    assert took["convolution"] == pytest.approx(took["matmul"] / 8, rel=0.01)
+    both = {name: float(seconds(Work("convolution", 10**13, 0, 0, dtype=name), DEVICES["v100"])) for name in ("fp32", "fp16")}
+    assert both["fp16"] < both["fp32"] == float(seconds(Work("matmul", 10**13, 0, 0), DEVICES["v100"]))

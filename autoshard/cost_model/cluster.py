@@ -14,7 +14,7 @@ import yaml
 
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import Group
-from autoshard.cost_model.hardware import DEVICES, Device, Link
+from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
 from autoshard.errors import ClusterError
 
 
@@ -38,11 +38,10 @@ class Cluster:
         return self.nodes * self.per_node
 
     def group(self, size: int, stride: int = 1) -> Group:
-        """Of `size` processes, every `stride`-th of the job's, which fill node after node. Where some of such groups begin
-        in the middle of a node, the one on the most nodes."""
-        on_one = max(1, self.per_node // stride)
-        begins = self.per_node % (size * stride) and size * stride % self.per_node
-        nodes = min(self.nodes, size, -(-size // on_one) + bool(begins))
+        """Of `size` processes, every `stride`-th of the job's, which fill node after node. Of all such groups the one on the most
+        nodes: that which begins at the latest place of a node."""
+        latest = self.per_node - 1 - max(math.gcd(size * stride, self.per_node) - stride, 0)
+        nodes = min(self.nodes, size, (latest + (size - 1) * stride) // self.per_node + 1)
         return Group(size, nodes, min(stride, self.per_node) if nodes > 1 else 1)
 
     def levels(self, size: int, node: int) -> tuple[Group, Group]:
@@ -143,7 +142,7 @@ def _field(name: str, value: Any, base: Device) -> Any:
         link = _mapping(name, value, tuple(f.name for f in fields(Link)))
         return replace(getattr(base, name), **{key: _number(v) for key, v in link.items()})
     if name == "flops":
-        rates = _mapping(name, value, ("bf16", "fp16", "fp32", "fp64"))
+        rates = _mapping(name, value, RATES)
         return {dtype: _number(rate) for dtype, rate in rates.items()}
     if name == "tables":
         tables = _mapping(name, value, None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.errors import ClusterError
 
 GIB = 1024**3
+RATES = ("bf16", "fp16", "tf32", "fp32", "fp64")
 Table = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
 
@@ -32,7 +33,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """memory: bytes; 0 is not known. flops: operations a second by dtype, dense matmuls at their peak. bandwidth: of its
+    """memory: bytes; 0 is not known. flops: operations a second by dtype, dense matmuls at their peak; tf32: of convolutions in fp32,
+    where that is faster. bandwidth: of its
     memory, bytes a second. launch: seconds that a kernel takes at least. inside, across: links within a node and between
     nodes, a process; their latency is that of one hop. message: seconds that a collective takes before its first hop.
     interference, drag: what compute, and what a collective, loses of each second in which both are at work. skew: the share of
@@ -66,7 +68,7 @@ class Device:
         _in_range("skew", self.skew, 0, 10, "seconds a second")
         _in_range("wake", self.wake, 0, 1, "seconds")
         if not self.flops:
-            raise ClusterError("flops: {} is not legal; legal: operations a second of one or more of bf16, fp16, fp32, fp64")
+            raise ClusterError(f"flops: {{}} is not legal; legal: operations a second of one or more of {', '.join(RATES)}")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():
@@ -95,23 +97,23 @@ def _gpu(
     return Device(name, int(gib * GIB), flops, tb_s * 1e12, 4e-6, inside, Link(10e-6, net_gb_s * 1e9), source, 12e-6)
 
 
-# Dense rates (without sparsity), memory and links from the vendors' data sheets, named in `source`. fp32 is what torch
-# does by default, without TF32. Latencies lie between those of the protocols that NCCL chooses among (its own tuning model
+# Dense rates (without sparsity), memory and links from the vendors' data sheets, named in `source`. fp32 is what torch's
+# matmuls do by default, without TF32, to which its convolutions round (torch.backends.cudnn.allow_tf32). Latencies lie between those of the protocols that NCCL chooses among (its own tuning model
 # has 1.9 and 3.4 us a hop over NVLink, 4 and 14 over a network, 12 before the first); a launch is typical of CUDA. Across: 400 Gbit/s a
 # GPU where such nodes are sold with it (DGX H100), 200 for A100, 100 for the others. Measure yours by
 # `autoshard calibrate`. "cpu" is one core with gloo over 1 Gbit/s, in round figures.
 _PRESETS = (
-    _gpu("h100", 80, {"bf16": 989, "fp16": 989, "fp32": 67}, 3.35, 450, 50, "NVIDIA H100 data sheet, SXM"),
-    _gpu("h100-pcie", 80, {"bf16": 756, "fp16": 756, "fp32": 51}, 2.0, 64, 50, "NVIDIA H100 data sheet, PCIe"),
-    _gpu("h200", 141, {"bf16": 989, "fp16": 989, "fp32": 67}, 4.8, 450, 50, "NVIDIA H200 data sheet, SXM"),
-    _gpu("b200", 180, {"bf16": 2250, "fp16": 2250, "fp32": 75}, 7.7, 900, 50, "NVIDIA HGX B200 data sheet, an eighth"),
-    _gpu("a100", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 2.039, 300, 25, "NVIDIA A100 data sheet, 80 GB SXM"),
-    _gpu("a100-40", 40, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 1.555, 300, 25, "NVIDIA A100 data sheet, 40 GB SXM"),
-    _gpu("a100-pcie", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5}, 1.935, 32, 25, "NVIDIA A100 data sheet, 80 GB PCIe"),
+    _gpu("h100", 80, {"bf16": 989, "fp16": 989, "fp32": 67, "tf32": 494.5}, 3.35, 450, 50, "NVIDIA H100 data sheet, SXM"),
+    _gpu("h100-pcie", 80, {"bf16": 756, "fp16": 756, "fp32": 51, "tf32": 378}, 2.0, 64, 50, "NVIDIA H100 data sheet, PCIe"),
+    _gpu("h200", 141, {"bf16": 989, "fp16": 989, "fp32": 67, "tf32": 494.5}, 4.8, 450, 50, "NVIDIA H200 data sheet, SXM"),
+    _gpu("b200", 180, {"bf16": 2250, "fp16": 2250, "fp32": 75, "tf32": 1125}, 7.7, 900, 50, "NVIDIA HGX B200 data sheet, an eighth"),
+    _gpu("a100", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5, "tf32": 156}, 2.039, 300, 25, "NVIDIA A100 data sheet, 80 GB SXM"),
+    _gpu("a100-40", 40, {"bf16": 312, "fp16": 312, "fp32": 19.5, "tf32": 156}, 1.555, 300, 25, "NVIDIA A100 data sheet, 40 GB SXM"),
+    _gpu("a100-pcie", 80, {"bf16": 312, "fp16": 312, "fp32": 19.5, "tf32": 156}, 1.935, 32, 25, "NVIDIA A100 data sheet, 80 GB PCIe"),
     _gpu("v100", 32, {"fp16": 125, "fp32": 15.7}, 0.9, 150, 12.5, "NVIDIA V100 data sheet, SXM2"),
     _gpu("v100-pcie", 32, {"fp16": 112, "fp32": 14}, 0.9, 16, 12.5, "NVIDIA V100 data sheet, PCIe"),
-    _gpu("l4", 24, {"bf16": 121, "fp16": 121, "fp32": 30.3}, 0.3, 32, 12.5, "NVIDIA L4 data sheet"),
-    _gpu("rtx4090", 24, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6}, 1.008, 32, 12.5, "NVIDIA Ada whitepaper"),
+    _gpu("l4", 24, {"bf16": 121, "fp16": 121, "fp32": 30.3, "tf32": 60}, 0.3, 32, 12.5, "NVIDIA L4 data sheet"),
+    _gpu("rtx4090", 24, {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6, "tf32": 82.6}, 1.008, 32, 12.5, "NVIDIA Ada whitepaper"),
     _gpu("mi300x", 192, {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4}, 5.3, 448, 50, "AMD Instinct MI300X data sheet"),
     Device(
         "cpu", 0, {"fp32": 60e9, "bf16": 30e9}, 10e9, 5e-6, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False), "round figures",

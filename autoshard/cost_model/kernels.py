@@ -9,7 +9,7 @@ row, and costs nothing where it was not measured.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,9 +71,15 @@ def _table(work: Work, device: Device) -> Table | None:
     return next(filter(None, measured), None)
 
 
+def _rate(work: Work, device: Device) -> float:
+    """Operations a second at the peak."""
+    rounded = ("tf32",) if (work.kind, work.dtype) == ("convolution", "fp32") else ()
+    known = filter(None, map(device.flops.get, (*rounded, work.dtype, "fp32")))
+    return next(known, max(device.flops.values()))
+
+
 def _roofline(work: Work, device: Device) -> Amount:
-    rate = device.flops.get(work.dtype) or device.flops.get("fp32") or max(device.flops.values())
-    flops: Any = work.flops
+    rate, flops = _rate(work, device), cast(Any, work.flops)
     moved: Any = work.read + work.written
     return np.maximum(flops / (rate * REACHED_FLOPS), moved / (device.bandwidth * REACHED_BANDWIDTH))
 

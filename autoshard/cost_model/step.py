@@ -5,6 +5,7 @@ Needs no graph, so plans are put in order by it; a forecast then completes it. `
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,31 +16,33 @@ from autoshard.cost_model.collectives import Group
 
 INDEX = 8  # bytes of a count of rows
 UNKNOWN = ("activations", "temporaries", "compute time", "overlap")
+Sent = tuple[str, str, int, int, float]  # a collective, its phase, messages, bytes that a process sends, seconds
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What the model needs to know of a group of parameters.
+    """What the model needs to know of a group of parameters, whose dtypes may differ, in bytes.
 
-    elements, trained: of the whole group. itemsize, compute_itemsize, reduce_itemsize: bytes an element
-    at rest, gathered, reduced; compress_itemsize as they travel to be reduced, 0 as they are reduced. buckets: elements of
-    the gradients that are reduced together. Degrees, reduction, direct, direct_sums, message and node as in the plan. apart: elements of each parameter
-    that is gathered by itself. replicas: processes that hold the same rows. low_rank: of how many elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and
-    for which `residue` are kept. sparse: of how many elements the gradients travel as rows that were looked up, of each embedding
-    `rows` elements of a process.
+    held: of the rows of the process that has the most of them; trained: of those that have gradients. whole: of the gathered
+    copies; brought: of what gathers bring, where what is uneven is padded. gradients: of whole gradients as backward makes them,
+    but for those of `rows`; reduced: of these as they travel, padded too, without what is `thin`. Degrees, reduction, direct, direct_sums, message and node
+    as in the plan. replicas: processes that hold the same rows. compressed: gradients travel in fewer bits than they are summed in.
+    buckets: of the gradients that are reduced together. apart: of each parameter that is gathered by itself. low_rank: of how many
+    elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and for which `residue` are kept. rows: of each
+    embedding whose gradient travels as the rows that were looked up, what a process has of these.
     """
 
-    elements: int
+    held: int
     trained: int
-    itemsize: int
-    compute_itemsize: int
-    reduce_itemsize: int
+    whole: int
+    brought: int
+    gradients: int
+    reduced: int
     parameter_degree: int
-    gradient_degree: int
     optimizer_degree: int
     replicas: int
     reduction: str
-    compress_itemsize: int = 0
+    compressed: bool = False
     buckets: tuple[int, ...] = ()
     direct: bool = False
     direct_sums: bool = False
@@ -49,13 +52,7 @@ class GroupCost:
     low_rank: int = 0
     thin: int = 0
     residue: int = 0
-    sparse: int = 0
     rows: tuple[int, ...] = ()
-
-    @property
-    def compressed(self) -> bool:
-        """Whether gradients travel in fewer bits than they are summed in."""
-        return 0 < self.compress_itemsize < self.reduce_itemsize
 
     @property
     def gather(self) -> str:
@@ -76,20 +73,6 @@ class GroupCost:
             return ("all_reduce",)
         return ("swap_direct",) if self.replicas == 2 else ("exchange_direct", "gather_direct")
 
-    @property
-    def reduced_bytes(self) -> int:
-        """What travels to be reduced, whole."""
-        return (self.trained - self.low_rank - self.sparse) * self._travels
-
-    @property
-    def bucket_bytes(self) -> list[int]:
-        """The same by buckets."""
-        return [elements * self._travels for elements in self.buckets if elements] or [b for b in [self.reduced_bytes] if b]
-
-    @property
-    def _travels(self) -> int:
-        return self.compress_itemsize if self.compressed else self.reduce_itemsize
-
 
 def levels(g: GroupCost, cluster: Cluster) -> list[tuple[int, Group]]:
     """The steps of a gather, between nodes first: of what part of the whole (a half: 2), over which processes."""
@@ -109,17 +92,17 @@ def memory(groups: Iterable[GroupCost], optimizer_states: int) -> dict[str, int]
     groups = tuple(groups)
     out: dict[str, int] = defaultdict(int)
     for g in groups:
-        out["parameters"] += g.elements * g.itemsize // g.optimizer_degree
-        out["gradients"] += g.trained * g.itemsize // g.optimizer_degree
+        out["parameters"] += g.held
+        out["gradients"] += g.trained
         out["compression"] += g.residue * 4
-        out["optimizer"] += g.trained * g.itemsize * optimizer_states // g.optimizer_degree
+        out["optimizer"] += g.trained * optimizer_states
     out["gathered"], out["buckets"] = _gathered(groups), _buckets(groups)
     return dict(out)
 
 
 def _gathered(groups: tuple[GroupCost, ...]) -> int:
     """Copies kept from forward to backward, a node's between its processes too, or the two largest that are alive at once."""
-    bytes_of = [(g, g.elements * g.compute_itemsize) for g in groups if g.optimizer_degree > 1]
+    bytes_of = [(g, g.whole) for g in groups if g.optimizer_degree > 1]
     kept = sum(b // g.parameter_degree for g, b in bytes_of if g.parameter_degree < g.optimizer_degree)
     passing = sorted((b for g, b in bytes_of if g.parameter_degree > 1), reverse=True)
     beside = 1 if any(g.parameter_degree == 1 for g, _ in bytes_of) else 2  # those used last are kept: no two others beside them
@@ -128,34 +111,41 @@ def _gathered(groups: tuple[GroupCost, ...]) -> int:
 
 def _buckets(groups: tuple[GroupCost, ...]) -> int:
     """The whole gradients of the group in reduction, and the flat copy that travels."""
-    sizes = [g.trained * g.compute_itemsize + g.reduced_bytes for g in groups if g.optimizer_degree * g.replicas > 1]
+    sizes = [g.gradients + g.reduced for g in groups if g.optimizer_degree * g.replicas > 1]
     return max(sizes, default=0)
 
 
-def traffic(groups: Iterable[GroupCost], cluster: Cluster) -> list[tuple[str, str, int, int, float]]:
-    """(collective, phase, messages, bytes sent, seconds) of one step, same kinds added up."""
-    total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    for g in groups:
-        for collective, phase, payload, group, most in _messages(g, cluster):
-            entry, (parts, took) = total[collective, phase], _seconds(collective, payload, group, most, cluster)
-            entry[0] += parts
-            entry[1] += collectives.bytes_sent(collective, payload, group, cluster.device)
-            entry[2] += took
-    return [(c, p, int(n), int(b), s) for (c, p), (n, b, s) in total.items()]
+def traffic(groups: Iterable[GroupCost], cluster: Cluster) -> list[Sent]:
+    """Of one step; a program knows it better (`step_time.traffic`)."""
+    return added_up(_sent(message, cluster) for g in groups for message in _messages(g, cluster))
+
+
+def added_up(sent: Iterable[Sent]) -> list[Sent]:
+    """Same collectives of a phase as one."""
+    total: dict[tuple[str, str], tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
+    for collective, phase, *found in sent:
+        messages, bytes, seconds = map(operator.add, total[collective, phase], found)
+        total[collective, phase] = messages, bytes, seconds
+    return [(*kind, *found) for kind, found in total.items()]
+
+
+def _sent(message: tuple[str, str, int, Group, int], cluster: Cluster) -> Sent:
+    collective, phase, payload, group, most = message
+    parts, took = _seconds(collective, payload, group, most, cluster)
+    return collective, phase, parts, collectives.bytes_sent(collective, payload, group, cluster.device), took
 
 
 def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, Group, int]]:
     """(collective, phase, payload bytes, processes, the most bytes in one message) of one group in one step."""
     steps = levels(g, cluster) if g.optimizer_degree > 1 else []
-    whole = g.elements * g.compute_itemsize
     for part, over in steps:
         inside = len(steps) > 1 and part == 1  # of a node, where rows are put in order: nothing is cut, and nothing goes apart
-        most, alone = (0, []) if inside else (g.message // part, [n * g.compute_itemsize for n in g.apart])
+        most, alone = (0, ()) if inside else (g.message // part, g.apart)
         again = g.parameter_degree > (g.node if part > 1 else 1)
         for phase in ("forward", "backward") if again else ("forward",):
-            for payload in (*alone, *filter(None, [whole - sum(alone)])):
+            for payload in (*alone, *filter(None, [g.brought - sum(alone)])):
                 yield g.gather, phase, payload // part, over, most
-    for payload in g.bucket_bytes:
+    for payload in filter(None, g.buckets or (g.reduced,)):
         for collective, sent, over, most in _reductions(g, payload, cluster):
             yield collective, "backward", sent, over, most
     for rows in g.rows:
@@ -193,9 +183,9 @@ def reduction_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:
 
 
 def _rows(g: GroupCost, rows: int, cluster: Cluster) -> Iterable[tuple[str, int, Group, int]]:
-    """The same of an embedding of whose gradient a process has so many elements: counts, and rows."""
+    """The same of an embedding of whose gradient a process has so many bytes: counts, and rows."""
     over = cluster.group(g.replicas, g.optimizer_degree)
-    for sent in (INDEX, rows * g.reduce_itemsize):
+    for sent in (INDEX, rows):
         yield "all_gather", sent * g.replicas, over, 0
 
 

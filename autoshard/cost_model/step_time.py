@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch.fx import Node
 
 from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import GATHERS, Group
 from autoshard.cost_model.generated import is_generated
+from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
-from autoshard.cost_model.program import SPARSE, Operation, Program
+from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
 from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.sizes import Open, bytes_of
-from autoshard.cost_model.step import INDEX
+from autoshard.cost_model.step import INDEX, Sent, added_up
 from autoshard.cost_model.timeline import Link, Sharing, Timeline
 from autoshard.cost_model.work import VIEW, Work, work_of
 
@@ -90,14 +89,33 @@ def _optimizer(moved: Moved, cluster: Cluster) -> float:
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:
     """Of the group that a collective's last argument names, and what it is given; of open sizes, what these were in the trace."""
     group = _group(groups, operation)
-    if operation.name == SPARSE and operation.node.args[1] is not None:
-        return _rows_seconds(operation.node, group, cluster, sizes)
-    return collectives.seconds(*_message(operation, group), group, cluster.device)
+    return sum(collectives.seconds(*message, group, cluster.device) for message in _messages(operation, group, sizes))
+
+
+def traffic(program: Program, cluster: Cluster, groups: Mapping[str, Group]) -> list[Sent]:
+    """What a program sends; sizes as in the trace."""
+    asked = (o for o in program.operations if o.name == SPARSE or (is_collective(o.node) and o.name != WAIT))
+    return added_up(sent for o in asked for sent in _sent(o, _group(groups, o), cluster.device, program.open))
+
+
+def _sent(operation: Operation, group: Group, device: Device, sizes: Open) -> Iterator[Sent]:
+    for name, payload in _messages(operation, group, sizes):
+        bytes, took = (f(name, payload, group, device) for f in (collectives.bytes_sent, collectives.seconds))
+        yield name, operation.half, 1, int(bytes), took
 
 
 def _issue_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
     group = _group(groups, operation)
     return collectives.issue_seconds(*_message(operation, group), group, cluster.device)
+
+
+def _messages(operation: Operation, group: Group, sizes: Open) -> list[tuple[str, int]]:
+    """Which collectives an operation is, and the bytes of the whole tensor of each. An embedding's gradient: counts, then rows and
+    indices."""
+    if operation.name != SPARSE or operation.node.args[1] is None:
+        return [_message(operation, group)]
+    rows, indices = (sizes.number(bytes_of(a.meta["val"])) for a in operation.node.args[:2])  # type: ignore[union-attr]
+    return [("all_gather", sent * group.size) for sent in (INDEX, rows + indices)]
 
 
 def _message(operation: Operation, group: Group) -> tuple[str, int]:
@@ -106,12 +124,6 @@ def _message(operation: Operation, group: Group) -> tuple[str, int]:
     name = "all_reduce" if operation.name == SPARSE else _NAMES.get(packet, packet)
     value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
     return name, value.numel() * value.element_size() * (group.size if name in GATHERS else 1)
-
-
-def _rows_seconds(node: Node, group: Group, cluster: Cluster, sizes: Open) -> float:
-    """Of an embedding's gradient: counts, then rows and indices."""
-    rows, indices = (sizes.number(bytes_of(a.meta["val"])) for a in node.args[:2])  # type: ignore[union-attr]
-    return sum(collectives.seconds("all_gather", sent * group.size, group, cluster.device) for sent in (INDEX, rows + indices))
 
 
 def _group(groups: Mapping[str, Group], operation: Operation) -> Group:

@@ -39,6 +39,7 @@ _HARD = {
     **dict.fromkeys(_names("tanh mish"), 7),
     **dict.fromkeys(_names("_safe_softmax native_batch_norm _native_batch_norm_legit_functional"), 12),
 }
+_MATMULS = _names("mm addmm bmm baddbmm _scaled_mm _grouped_mm")
 _LOOKUPS = _names("""
     embedding embedding_dense_backward reduce_sparse index _unsafe_masked_index gather scatter scatter_add index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
@@ -112,7 +113,7 @@ def kind_of(node: Node) -> Kind:
         return node.meta["kernel"]  # type: ignore[no-any-return]
     if is_collective(node):
         return "wait" if name == "wait_tensor" else "collective"
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
+    if name in _MATMULS:
         return "matmul"
     if "convolution" in name:
         return "convolution"
@@ -138,12 +139,21 @@ def flops_of(node: Node) -> Size:
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         grad, query, key, value = (t.shape for t in _given(node)[:4])
         return size_of(flop_counter.sdpa_backward_flop_count(grad, query, key, value))
+    if name == "_grouped_mm":
+        return _grouped(*(t.shape for t in _given(node)[:2]))
     count = flop_counter.flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     out = node.meta["val"]
     return size_of(count(*args, **kwargs, out_val=out))
+
+
+def _grouped(a: torch.Size, b: torch.Size) -> Size:
+    """Of as many products as there are groups, which together have the rows, the columns or what is summed over of two matrices; or, of
+    two batches, of each. torch (2.13) has no count of it."""
+    each = 2 * product((*a[-2:], b[-1]))
+    return each * size_of(a[0]) if len(a) == len(b) == 3 else each
 
 
 def _turns(node: Node) -> bool:

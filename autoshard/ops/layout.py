@@ -96,7 +96,7 @@ class Layout:
 
     def chunk_rows(self, rows: int) -> int:
         """Rows in a full shard; as torch.chunk, the last shards may be shorter or empty."""
-        return self.turns * math.ceil(rows / (self.turns * len(self.holders)))
+        return self.turns * math.ceil(rows / (self.turns * (len(self.owners) or self.size)))
 
     def with_chunk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a padded shard of a parameter of this full shape."""

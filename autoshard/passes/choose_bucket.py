@@ -18,11 +18,11 @@ from autoshard.passes.choose_message import LEAST, PIECES, TOLERANCE
 def choose_bucket(costs: Sequence[GroupCost], cluster: Cluster) -> int:
     """The most bytes of gradients in one bucket; 0: all of a group's."""
     whole = [cost for cost in costs if cost.optimizer_degree == 1 and not cost.compressed and not cost.low_rank]
-    largest = max(whole, key=lambda cost: cost.reduced_bytes, default=None)
-    if largest is None or not largest.reduced_bytes or cluster.device.inside.scatters:
+    largest = max(whole, key=lambda cost: cost.reduced, default=None)
+    if largest is None or not largest.reduced or cluster.device.inside.scatters:
         return 0
-    total, least = largest.reduced_bytes, max(LEAST, largest.reduced_bytes // PIECES)
+    total, least = largest.reduced, max(LEAST, largest.reduced // PIECES)
     sizes = [*(least << i for i in range(PIECES) if least << i < total), total]
     each = {size: reduction_seconds(largest, size, cluster) / size for size in sizes}
     best = min(size for size in sizes if each[size] <= TOLERANCE * min(each.values()))
-    return best * largest.compute_itemsize // largest.reduce_itemsize if best < total else 0
+    return best * largest.gradients // total if best < total else 0

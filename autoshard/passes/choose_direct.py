@@ -23,14 +23,14 @@ def choose_direct(largest: GroupCost, cluster: Cluster) -> bool:
 
 def choose_direct_sums(largest: GroupCost, cluster: Cluster) -> bool:
     """True if the sum of the largest group's gradients takes no longer by them."""
-    if cluster.device.inside.scatters or not largest.reduced_bytes:
+    if cluster.device.inside.scatters or not largest.reduced:
         return False
-    direct, usual = (step.sum_seconds(replace(largest, direct_sums=by), largest.reduced_bytes, cluster) for by in (True, False))
+    direct, usual = (step.sum_seconds(replace(largest, direct_sums=by), largest.reduced, cluster) for by in (True, False))
     return direct <= usual
 
 
 def round_trip(cost: GroupCost, cluster: Cluster) -> float:
     """Seconds of one gather and one reduction."""
     cost = replace(cost, reduction=choose_reduction(cost, cluster))
-    gather = step.seconds(cost.gather, cost.elements * cost.compute_itemsize, cost, cluster)
-    return gather + step.seconds(cost.scatter, cost.reduced_bytes, cost, cluster)
+    gather = step.seconds(cost.gather, cost.brought, cost, cluster)
+    return gather + step.seconds(cost.scatter, cost.reduced, cost, cluster)

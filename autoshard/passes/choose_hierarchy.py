@@ -31,6 +31,5 @@ def choose_hierarchy(largest: GroupCost, cluster: Cluster) -> int:
 
 def _seconds(cost: GroupCost, cluster: Cluster) -> float:
     """One gather and one reduction; what lies between two steps is written, and read again for the second."""
-    whole = cost.elements * cost.compute_itemsize
-    copied = 4 * (whole + cost.reduced_bytes) / cost.node / cluster.device.bandwidth if cost.node else 0.0
+    copied = 4 * (cost.brought + cost.reduced) / cost.node / cluster.device.bandwidth if cost.node else 0.0
     return copied + round_trip(replace(cost, direct=choose_direct(cost, cluster)), cluster)

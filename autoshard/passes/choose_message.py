@@ -26,7 +26,7 @@ def choose_message(largest: GroupCost, cluster: Cluster) -> int:
     part, over = levels(largest, cluster)[0]
     if over.nodes == 1 or cluster.device.inside.scatters or largest.direct:
         return 0
-    whole = max(largest.elements * largest.compute_itemsize, largest.reduced_bytes) // part
+    whole = max(largest.brought, largest.reduced) // part
     tables = [cluster.device.tables.get(table_name(name, over)) for name in (largest.gather, largest.scatter)]
     sizes = [int(size) for size, _ in tables[0] or () if size >= LEAST]
     best = UNMEASURED * over.size

@@ -17,4 +17,4 @@ def choose_reduction(cost: GroupCost, cluster: Cluster) -> str:
         return REDUCTIONS[1]
     if cluster.device.inside.scatters:  # NCCL sums on the way, in one pass over memory
         return REDUCTIONS[0]
-    return min(REDUCTIONS, key=lambda name: step.seconds(replace(cost, reduction=name).scatter, cost.reduced_bytes, cost, cluster))
+    return min(REDUCTIONS, key=lambda name: step.seconds(replace(cost, reduction=name).scatter, cost.reduced, cost, cluster))

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.step import GroupCost, reduction_seconds, sparse_seconds
-from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.inventory import Inventory, ParameterInfo, is_trained
 from autoshard.ops.sparse import pays
+from autoshard.passes.costs import reduced_itemsize
 from autoshard.plan import Plan
 from autoshard.torch_internals import KEEPS_OPERATORS
 
@@ -22,11 +23,12 @@ def choose_sparse(plan: Plan, inventory: Inventory, costs: Iterable[GroupCost], 
         return ()
     infos = {p.name: p for p in inventory.parameters}
     whole = [(g, cost) for g, cost in zip(plan.groups, costs) if g.degrees.optimizer == 1]
-    return tuple(name for g, cost in whole for name in g.parameters if _pays(infos[name], cost, cluster))
+    return tuple(name for g, cost in whole for name in g.parameters if _pays(infos[name], reduced_itemsize(plan, infos[name]), cost, cluster))
 
 
-def _pays(info: ParameterInfo, cost: GroupCost, cluster: Cluster) -> bool:
-    if not (info.looked_up and info.trained and floating(info.dtype) and pays([info.looked_up] * cost.replicas, info.shape[0])):
+def _pays(info: ParameterInfo, itemsize: int, cost: GroupCost, cluster: Cluster) -> bool:
+    """itemsize: bytes an element where gradients are summed."""
+    if not (info.looked_up and is_trained(info) and pays([info.looked_up] * cost.replicas, info.shape[0])):
         return False
-    rows = info.looked_up * info.elements // info.shape[0]
-    return sparse_seconds(cost, rows, cluster) <= WORTH * reduction_seconds(cost, info.elements * cost.reduce_itemsize, cluster)
+    whole = info.elements * itemsize
+    return sparse_seconds(cost, whole * info.looked_up // info.shape[0], cluster) <= WORTH * reduction_seconds(cost, whole, cluster)

@@ -42,7 +42,7 @@ def _with_direct(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
 def _with_direct_sums(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     """What is compressed each process sums already, and what is thin is too little."""
     summed = (cost for cost in costs_of(plan, inventory) if cost.replicas > 1)
-    largest = max(summed, key=lambda cost: cost.reduced_bytes, default=None)
+    largest = max(summed, key=lambda cost: cost.reduced, default=None)
     if plan.compression or plan.low_rank or largest is None or not choose_direct_sums(largest, cluster):
         return plan
     why = "sums over processes that hold the same rows are sends of each to each, which add up themselves: less to copy than in gloo's"
@@ -106,7 +106,7 @@ def _with_node_copies(plan: Plan) -> Plan:
 def _largest(plan: Plan, inventory: Inventory) -> step.GroupCost | None:
     """The largest group of those whose rows are shared."""
     sharded = (cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1)
-    return max(sharded, key=lambda cost: cost.elements, default=None)
+    return max(sharded, key=lambda cost: cost.whole, default=None)
 
 
 def _with_messages(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from autoshard.config import Config
 from autoshard.cost_model import step
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
-from autoshard.inventory import Inventory
+from autoshard.inventory import Inventory, is_trained
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_travel import choose_travel
@@ -105,20 +107,27 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
 
 
 def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire."""
+    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire. What
+    cannot fit is not asked about further; but for the last stage, of which it is said by how much."""
     fitting, whole = list[int](), list[int]()  # all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
     def fits(stage: int) -> bool:
         return where.budget is None or plans[stage].predicted.footprint <= where.budget
 
-    for stage in sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint)):
+    order = sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint))
+
+    def may_fit(stage: int) -> bool:
+        return stage == order[-1] or where.budget is None or _for_certain(plans[stage]) <= where.budget
+
+    for stage in order:
         if whole[1:] or (whole and wire[stage] > HARDLY * wire[whole[0]]):
             break
-        plans[stage] = look(plans[stage], where.budget)
+        if may_fit(stage):
+            plans[stage] = look(plans[stage], where.budget)
         if fits(stage):
             whole.append(stage)
-        elif where.budget is not None:
+        elif where.budget is not None and may_fit(stage):
             plans[stage] = _fitted(plans[stage], where.budget, fit)
         if fits(stage):
             fitting.append(stage)
@@ -127,6 +136,12 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
     return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
+
+
+def _for_certain(plan: Plan) -> int:
+    """Bytes that a step takes whatever it computes again; of one that was not simulated only rows and their gradients are certain."""
+    kept = ("parameters", "gradients", *(("optimizer", "compression", "buffers", "gathered") if plan.predicted.place else ()))
+    return sum(plan.predicted.memory.get(category, 0) for category in kept)
 
 
 def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
@@ -228,17 +243,24 @@ def _at_stage(
         recompute=_asked_for(config, inventory, stacks),
         covered=inventory.covered,
     )
-    plan = _without_precision(plan, config)
+    plan = _on_precision(plan, config, inventory)
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
     return predict(plan, inventory, config, where)
 
 
-def _without_precision(plan: Plan, config: Config) -> Plan:
-    if not plan.leaves_alone or config.dtypes() == (None, None):
+def _on_precision(plan: Plan, config: Config, inventory: Inventory) -> Plan:
+    """What of a precision that was asked for is not as many expect it."""
+    if config.dtypes() == (None, None):
         return plan
-    return plan.because("precision: one process trains in the dtypes of its model, as they are (torch.autocast or model.to() change that)")
+    if plan.leaves_alone:
+        return plan.because("precision: one process trains in the dtypes of its model, as they are (torch.autocast or model.to() change that)")
+    narrow = {p.dtype for p in inventory.parameters if is_trained(p) and p.itemsize < torch.float32.itemsize}
+    if not narrow:
+        return plan
+    dtypes = " and ".join(sorted(narrow))
+    return plan.because(f"precision: rows and what the optimizer keeps of them are {dtypes}, as the model is (model.float() would make them fp32)")
 
 
 def _with_early_gathers(plan: Plan) -> Plan:

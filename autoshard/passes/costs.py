@@ -9,9 +9,9 @@ import torch
 
 from autoshard.cost_model import step
 from autoshard.dtypes import dtype_named
-from autoshard.inventory import Inventory, ParameterInfo, floating
+from autoshard.inventory import Inventory, ParameterInfo, floating, is_trained
 from autoshard.ops import wire
-from autoshard.ops.layout import goes_low_rank, layout_of, thin
+from autoshard.ops.layout import Layout, goes_low_rank, layout_of, thin
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.plan import ParameterGroup, Plan
 
@@ -23,53 +23,70 @@ def costs_of(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
 
 
 def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
-    itemsize = max((p.itemsize for p in infos), default=4)
-    compute = _itemsize(plan.compute, itemsize)
-    trained = [p for p in infos if p.trained and p.used and floating(p.dtype)]
-    thinned = [p for p in trained if plan.low_rank and goes_low_rank(p.shape, plan.low_rank)]
-    sparse = [p for p in trained if p.name in plan.sparse]
+    layout = layout_of(group, plan, "+".join)
+    used, trained = [p for p in infos if p.used], [p for p in infos if is_trained(p)]
+    thinned = {p.name for p in trained if plan.low_rank and goes_low_rank(p.shape, plan.low_rank)}
+    reduced = [p for p in trained if p.name not in thinned and p.name not in plan.sparse]
     return step.GroupCost(
-        elements=sum(p.elements for p in infos),
-        trained=sum(p.elements for p in trained),
-        itemsize=itemsize,
-        compute_itemsize=compute,
-        reduce_itemsize=_itemsize(plan.reduce, compute),
+        held=sum(_padded(p, layout) * p.itemsize for p in infos) // layout.size,
+        trained=sum(_padded(p, layout) * p.itemsize for p in trained) // layout.size,
+        whole=sum(p.elements * _computed(plan, p) for p in used),
+        brought=sum(_padded(p, layout) * _computed(plan, p) for p in used),
+        gradients=sum(p.elements * _computed(plan, p) for p in trained if p.name not in plan.sparse),
+        reduced=sum(_padded(p, layout) * _travels(plan, p) for p in reduced),
         parameter_degree=group.degrees.parameter,
-        gradient_degree=group.degrees.gradient,
         optimizer_degree=group.degrees.optimizer,
         replicas=plan.world // group.degrees.optimizer,
         reduction=group.reduction,
-        compress_itemsize=_itemsize(plan.compression, 0),
-        buckets=_buckets(0 if group.degrees.optimizer > 1 else plan.bucket, [p for p in trained if p not in thinned and p not in sparse], compute),
+        compressed=any(_travels(plan, p) < reduced_itemsize(plan, p) for p in trained),
+        buckets=_buckets(plan, reduced) if group.degrees.optimizer == 1 else (),
         direct=plan.direct and group.degrees.optimizer > 1,
         direct_sums=plan.direct_sums,
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
-        apart=_apart(plan, group, infos),
-        low_rank=sum(p.elements for p in thinned),
-        thin=sum(thin(p.shape, plan.low_rank) for p in thinned),
-        sparse=sum(p.elements for p in sparse),
-        rows=tuple(p.looked_up * p.elements // p.shape[0] for p in sparse),
-        residue=sum(math.prod(shape) for p in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
+        apart=_apart(plan, layout, infos),
+        low_rank=sum(p.elements for p in trained if p.name in thinned),
+        thin=sum(thin(p.shape, plan.low_rank) for p in trained if p.name in thinned),
+        rows=tuple(p.looked_up * p.elements // p.shape[0] * reduced_itemsize(plan, p) for p in trained if p.name in plan.sparse),
+        residue=sum(math.prod(shape) for p in trained if p.name in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
 
 
-def _buckets(most: int, reduced: Sequence[ParameterInfo], itemsize: int) -> tuple[int, ...]:
-    """Elements of the gradients that are reduced together; they come in the reverse of the order of use."""
-    backwards = [p.elements for p in reversed(reduced)]
-    return tuple(sum(backwards[i] for i in run) for run in wire.runs([n * itemsize for n in backwards], most))
+def _padded(p: ParameterInfo, layout: Layout) -> int:
+    """Elements of all processes, if each had as many as the one that has the most: so they travel."""
+    return layout.size * math.prod(layout.with_chunk(p.shape)) if layout.sharded else p.elements
 
 
-def _apart(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
-    """Elements of each parameter that is gathered by itself, though it is not the only one."""
-    layout, shapes = layout_of(group, plan, "+".join), tuple(p.shape for p in infos)
+def _computed(plan: Plan, p: ParameterInfo) -> int:
+    """Bytes an element of the gathered copy; whole numbers stay what they are."""
+    return dtype_named(plan.compute).itemsize if plan.compute and floating(p.dtype) else p.itemsize
+
+
+def reduced_itemsize(plan: Plan, p: ParameterInfo) -> int:
+    """Bytes an element of a gradient where it is summed."""
+    return dtype_named(plan.reduce).itemsize if plan.reduce else _computed(plan, p)
+
+
+def _travels(plan: Plan, p: ParameterInfo) -> int:
+    """The same on its way there."""
+    wide = reduced_itemsize(plan, p)
+    return min(wide, dtype_named(plan.compression).itemsize) if plan.compression else wide
+
+
+def _buckets(plan: Plan, reduced: Sequence[ParameterInfo]) -> tuple[int, ...]:
+    """Bytes of the gradients that are reduced together; they come in the reverse of the order of use."""
+    backwards = list(reversed(reduced))
+    runs = wire.runs([p.elements * _computed(plan, p) for p in backwards], plan.bucket)
+    return tuple(sum(backwards[i].elements * _travels(plan, backwards[i]) for i in run) for run in runs)
+
+
+def _apart(plan: Plan, layout: Layout, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
+    """Bytes of each parameter that is gathered by itself, though it is not the only one."""
     if not layout.apart or len(infos) == 1:
         return ()
+    shapes = tuple(p.shape for p in infos)
     if layout.node:
         layout, inside = layout.levels()
         shapes = tuple(inside.with_chunk(shape) for shape in shapes)
-    return tuple(infos[i].elements for i in wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype)))
-
-
-def _itemsize(name: str, otherwise: int) -> int:
-    return dtype_named(name).itemsize if name else otherwise
+    found = wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype))
+    return tuple(infos[i].elements * _computed(plan, infos[i]) for i in found)
