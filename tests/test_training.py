@@ -169,6 +169,14 @@ class Budgeted(nn.Module):
             return self._loss(x)
 
 
+class Halved(Net):
+    """Called with a weight that is made of its own, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = {"weight": self.up.weight / 2, "bias": self.up.bias}
+        return self.down(torch.tanh(self.up(x)) + torch.func.functional_call(self.up, other, (x,))).pow(2).mean()
+
+
 def gradients_of(build: Callable[[], nn.Module], zero: int) -> Distance:
     model, plain, compiled = compiled_pair(config(zero), build)
     distance = Distance()
@@ -184,7 +192,7 @@ needs_budgets = pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_act
 
 
 @pytest.mark.parametrize(
-    ("build", "zero"), [(Transformed, 3), (Mapped, 0), (Inferred, 3), pytest.param(Budgeted, 3, marks=needs_budgets)]
+    ("build", "zero"), [(Transformed, 3), (Mapped, 0), (Inferred, 3), (Halved, 3), in_full(Halved, 0), pytest.param(Budgeted, 3, marks=needs_budgets)]
 )
 def test_modes_that_forward_enters(two: Cluster, build: Callable[[], nn.Module], zero: int) -> None:
     for distance in two.run(gradients_of, build, zero):
