@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -163,7 +164,9 @@ class Compilation:
 
     def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         keep_overwritten(joint)
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        # A block was parted by a budget already; repeated as a whole it would draw other random numbers.
+        with torch_internals.without_budgets(joint) if graphs.calls(joint, graphs.BLOCK) else contextlib.nullcontext():
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)
         graphs.fill_examples(backward)

@@ -105,6 +105,7 @@ __all__ = [
     "takes_scaled_gradients",
     "within_step",
     "without_autograd_cache",
+    "without_budgets",
     "without_step_hooks",
     "wrap_compiled",
 ]
@@ -693,6 +694,22 @@ def random_states_are_tensors() -> Iterator[None]:
     2.13; without effect on CPUs."""
     with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
         yield
+
+
+@contextlib.contextmanager
+def without_budgets(joint: torch.fx.GraphModule) -> Iterator[None]:
+    """A partition of this joint graph in here saves what it would where nobody has said how much of its activations may be saved: not
+    by `activation_memory_budget` or `aggressive_recomputation`, nor around what forward computes (torch 2.13). Seen: 2.11, 2.13."""
+    graphs = [inner for inner in joint.modules() if isinstance(inner, torch.fx.GraphModule)]
+    for node in (node for inner in graphs for node in inner.graph.nodes):
+        node.meta.pop("memory_budget", None)
+        if _BUDGET in (custom := node.meta.get("custom", {})):
+            node.meta["custom"] = {key: value for key, value in custom.items() if key != _BUDGET}
+    with torch._functorch.config.patch(activation_memory_budget=1.0, aggressive_recomputation=False):
+        yield
+
+
+_BUDGET = "_region_activation_memory_budget"  # what `torch.autograd.graph.region_activation_memory_budget` leaves in the meta of nodes
 
 
 def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.ops.collectives import Collectives
+from autoshard.passes import graphs as passgraphs
 from autoshard.runtime.lockstep import MOST, Call, Lockstep
 from autoshard.runtime.meetings import Meetings
 from autoshard.runtime.presence import Patience
@@ -94,6 +95,15 @@ def test_a_graph_that_serves_several_blocks_is_told_by_the_one_it_is_called_with
     second = one.text((3, 4), lambda: names)
     assert second == other.text((4, 3), lambda: names) and "second.bias" in second
     assert one.text((1, 2), lambda: names) == other.text((2, 1), lambda: names) != second
+
+
+def test_a_parameter_whose_name_has_a_space_is_one() -> None:
+    """That of an `nn.ParameterDict` may; or what waits for a reduction would not be taken by it."""
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(passgraphs.REDUCE_GRAD, (graph.placeholder("g"), [2], torch.float, "size=2 mean=2", "of.one task")))
+    made = Collectives(("of.one task",))
+    made.note([], passgraphs.collectives(torch.fx.GraphModule({}, graph)))
+    assert made.reduced((7,)) == {7}
 
 
 class Stack(nn.Module):

@@ -73,6 +73,40 @@ def test_changing_shapes_and_evaluation(two: Cluster, zero: int) -> None:
         assert graphs <= 9
 
 
+class Routed(nn.Module):
+    """Alike layers, each of which sees some rows; how many is found out as it goes, which breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, mask in zip(self.layers, shown):
+            rows = mask.nonzero().squeeze(-1)
+            x = x.index_add(0, rows, torch.tanh(layer(x[rows])))
+        return x.pow(2).mean()
+
+
+def routed(zero: int) -> Distance:
+    """One process compiles a graph for the last layer, which sees a single row there, that another has from the first one."""
+    model, plain, compiled = compiled_pair(config(zero), Routed)
+    distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
+    for step, inputs in enumerate(inputs_of(3)):
+        shown = [torch.arange(4) < torch.tensor([[3 - step * r], [3], [3 - 2 * r]]) for r in range(world)]
+        compiled(inputs[rank], shown[rank]).backward()
+        for x, mask in zip(inputs, shown):
+            (plain(x, mask) / world).backward()
+        see_gradients(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_rows_may_be_routed_to_layers(two: Cluster, zero: int) -> None:
+    for distance in two.run(routed, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
 class Transformed(Net):
     """Weighs each row by itself, and takes a gradient on the way."""
 
@@ -120,6 +154,14 @@ class Budgeted(nn.Module):
             return self._loss(x)
 
 
+class Halved(Net):
+    """Called with a weight that is made of its own, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = {"weight": self.up.weight / 2, "bias": self.up.bias}
+        return self.down(torch.tanh(self.up(x)) + torch.func.functional_call(self.up, other, (x,))).pow(2).mean()
+
+
 def gradients_of(build: Callable[[], nn.Module], zero: int) -> Distance:
     model, plain, compiled = compiled_pair(config(zero), build)
     distance = Distance()
@@ -135,7 +177,7 @@ needs_budgets = pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_act
 
 
 @pytest.mark.parametrize(
-    ("build", "zero"), [(Transformed, 3), (Mapped, 0), (Inferred, 3), pytest.param(Budgeted, 3, marks=needs_budgets)]
+    ("build", "zero"), [(Transformed, 3), (Mapped, 0), (Inferred, 3), (Halved, 3), in_full(Halved, 0), pytest.param(Budgeted, 3, marks=needs_budgets)]
 )
 def test_modes_that_forward_enters(two: Cluster, build: Callable[[], nn.Module], zero: int) -> None:
     for distance in two.run(gradients_of, build, zero):

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.errors import PassError
@@ -20,6 +20,7 @@ from autoshard.passes import registry
 from autoshard.passes.base import Context
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
+from autoshard.passes.name_parameters import NameParameters
 from autoshard.torch_internals import FakeTensor
 from tests.rewriting import WORLD, Blocks, Record, collectives, plan_for, rewritten
 
@@ -80,6 +81,14 @@ def test_a_parameter_used_twice_is_gathered_once_and_reduced_once() -> None:
     model = Tied()
     graphs = rewritten(model, torch.zeros(4, dtype=torch.long), plan_for(model, 2))
     assert len(collectives(graphs["forward"])) == 1 and len(collectives(graphs["backward"])) == 1
+
+
+def test_what_is_computed_is_no_parameter_s_rows() -> None:
+    """Though what it is computed of may be: or it would stand for that parameter."""
+    graph = Graph()
+    graph.output(graph.call_function(passgraphs.UNSHARD, (graph.call_function(torch.neg, (graph.placeholder("rows"),)), [2], "", "")))
+    with pytest.raises(PassError, match="does not unshard a graph input"):
+        NameParameters().run(GraphModule({}, graph), Context(plan_for(nn.Linear(2, 2), 0), {0: "weight"}))
 
 
 def test_rows_come_from_dtensors_in_front_of_the_graph() -> None:

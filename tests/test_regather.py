@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autoshard.passes import graphs as passgraphs
 from tests.rewriting import Blocks, collectives, plan_for, rewritten
 
 pytestmark = pytest.mark.usefixtures("many_processes")
@@ -75,6 +77,33 @@ def test_of_masked_and_cast_weights_as_much_is_gathered_again_as_of_others(block
         saved = [n.meta["val"] for n in graphs["forward"].graph.output_node().all_input_nodes if n.op != "placeholder"]
         found.append((collectives(graphs["backward"]), sum(isinstance(v, Tensor) and v.shape == (64, 64) for v in saved)))
     assert found[0] == found[1] and any("gather" in name for name in found[0][0])
+
+
+class Smooth(nn.Module):
+    """Blocks whose activations are more than their parameters."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("budget", [{"activation_memory_budget": 0.1}, {"aggressive_recomputation": True}], ids=str)
+@pytest.mark.parametrize(("blocks", "zero"), [(3, 2), (8, 2), (8, 3)])
+def test_to_spare_memory_torch_gathers_nothing_again_and_repeats_no_block(blocks: int, zero: int, budget: dict[str, Any]) -> None:
+    """What it would repeat depends on the sizes of a batch; a block would draw other random numbers."""
+    found = []
+    for options in ({}, budget):
+        model = Smooth(blocks)
+        with torch._functorch.config.patch(options):
+            graphs = rewritten(model, torch.randn(4096, 64), plan_for(model, zero))
+        found.append(collectives(graphs["backward"]))
+        assert not passgraphs.calls(graphs["backward"], passgraphs.BLOCK)
+    assert found[0] == found[1]
 
 
 class Regions(Blocks):

@@ -99,7 +99,7 @@ def collectives(gm: GraphModule) -> list[Op]:
     """What a graph communicates, before its messages are put together: each op is of one parameter still."""
     nodes = [n for n in gm.graph.nodes if _communicates(n)]
     named = {**logical.NAMES, REDUCE_SPARSE: 4}
-    return [(str(n.target), tuple(str(n.args[named[n.target]]).split()) if n.target in named else ()) for n in nodes]
+    return [(str(n.target), (str(n.args[named[n.target]]),) if n.target in named else ()) for n in nodes]
 
 
 def _communicates(node: Node) -> bool:

@@ -71,7 +71,7 @@ def _refused_write(unshard: Node) -> UnsupportedError:
 def _source(unshard: Node) -> Node:
     """The graph input whose rows these are, through to_local and detach."""
     node = unshard.args[0]
-    while isinstance(node, Node) and node.op in ("call_method", "call_function"):
+    while isinstance(node, Node) and graphs.callee(node).endswith(("to_local", "detach")):
         node = node.args[0]
     assert isinstance(node, Node)
     return node

@@ -42,10 +42,10 @@ class Regather:
         for node in graphs.calls(gm, graphs.UNSHARD):
             degrees = context.plan.group_of[str(node.args[3])].degrees
             first = any(graphs.is_call(u, graphs.UNSHARD) for u in node.users)
-            # A whole parameter is an input of both graphs: "recomputing" it is taking it again.
-            if degrees.parameter > 1 or degrees.optimizer == 1:
-                kept = degrees.parameter < degrees.optimizer and first
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+            # A whole parameter is an input of both graphs: "recomputing" it is taking it again. Of others nobody but the plan decides:
+            # torch's partitioner, told to spare memory, would by sizes.
+            kept = degrees.parameter < degrees.optimizer and (first or degrees.parameter == 1)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             if degrees.parameter > 1 and not first:
                 copies.append(node)
         keep_mixed(gm, copies, graphs.inputs_at(gm, {*context.parameters, *context.buffers}))

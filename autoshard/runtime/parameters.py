@@ -40,8 +40,8 @@ def _as_traced(
 ) -> Tensor | None:
     """The expression that a trace finds in the place of a parameter."""
     parameter = module._parameters[name]
-    if parameter is None:
-        return None
+    if not isinstance(parameter, nn.Parameter):
+        return parameter  # None, or what torch.func.functional_call puts there for a call: whole, and nobody's rows
     rows = _rows(module, name, parameter)
     shape = list(parameter.shape)
     holders = module.__dict__["_autoshard_holders"]
