@@ -40,6 +40,7 @@ from autoshard.inventory import (
 from autoshard.ops.early import Early
 from autoshard.owner import call_of
 from autoshard.passes import graphs
+from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
@@ -239,12 +240,13 @@ class FirstCall:
         return limited or (self.config.zero == "auto" and self.world.size > 1)
 
     def _of_family(self, plan: Plan) -> Plan:
-        """Blocks that are compiled one by one have a graph each, in which no block has a number, and which starts late."""
+        """Blocks that are compiled one by one have a graph each, in which no block has a number, and which starts late; those that are
+        alike share it, so all copies are gathered again or none."""
         if not isinstance(self.model, Family):
             return plan
         if plan.early:
             plan = plan.because("early_gathers: blocks that are compiled one by one each start with gathers, and take none early")
-        plan = replace(plan, stacks=())  # which have other names in a block's graph
+        plan = keeping_none(replace(plan, stacks=()))  # which have other names in a block's graph
         return replace(plan, recompute=(("", plan.recompute[0][1]),)) if plan.recompute else plan
 
     def _early(self, plan: Plan) -> Early | None:

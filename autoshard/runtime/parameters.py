@@ -5,7 +5,9 @@ A module whose parameters are sharded gets a subclass of its class with one prop
 torch.compile traces, the property is `unshard(local rows)`, so the logical op enters the graph; at any
 other time it is the parameter itself, so optimizers, nn.init, printing and state_dict see what is there.
 There is one subclass for each (class, names and layouts): a class of its own for each module would make
-Dynamo's guards several times slower.
+Dynamo's guards several times slower. Where a model is compiled in pieces, modules of one class share graphs, and for which of
+them one was compiled differs between processes, as the sizes that they meet do. So those have classes apart of which the plan
+says other things by the names of their parameters: which copies backward gathers again, which gradients travel as rows.
 
 [Note: Forward outside of a graph]
 Where a graph break leaves a frame to Python, Dynamo compiles what that frame calls. The subclass's `forward` is
@@ -121,23 +123,28 @@ def sharded_class(
     layouts: tuple[tuple[str, str], ...],
     compute: torch.dtype | None,
     accumulation: Accumulation,
+    planned: tuple[object, ...] = (),
 ) -> type:
     """The subclass of `cls` whose parameters, (name, layout) each, a trace sees as `unshard`; one for all modules
-    of a model that are alike."""
-    key = (cls, layouts)
+    of a model that are alike. planned: what the plan says of each parameter that no layout does."""
+    key = (cls, layouts, planned)
     if key not in accumulation.classes:
-        accumulation.classes[key] = _make_class(cls, layouts, compute, accumulation)
+        accumulation.classes[key] = _make_class(cls, layouts, compute, accumulation, planned)
     return accumulation.classes[key]
 
 
 def _make_class(
-    cls: type, layouts: tuple[tuple[str, str], ...], compute: torch.dtype | None, accumulation: Accumulation
+    cls: type,
+    layouts: tuple[tuple[str, str], ...],
+    compute: torch.dtype | None,
+    accumulation: Accumulation,
+    planned: tuple[object, ...],
 ) -> type:
     body: dict[str, Any] = {
         name: _property(name, layout, accumulation) for name, layout in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
-    body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other), accumulation)
+    body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)
     if callable(getattr(cls, "forward", None)):
         body["forward"] = _forward(cls, compute, accumulation)
     return named_alike(cls, body)

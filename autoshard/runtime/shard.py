@@ -62,12 +62,14 @@ class Sharder:
         places = places_of(self.model)
         parameters = [(p, names[id(p)], places[id(p)]) for p in self.model.parameters()]
         shown: dict[nn.Module, dict[str, str]] = defaultdict(dict)
+        planned: dict[nn.Module, list[object]] = defaultdict(list)
         for parameter, name, where in parameters:
             group = self.plan.group_of[name]
             new, layout = self._place(parameter, group), self.layout(group, parameter)
             for place in where:
                 place.module._parameters[place.attribute] = new
                 shown[place.module][place.attribute] = str(layout)
+                planned[place.module].append(self._planned(group, name))
             yield parameter, new
             if new is not parameter:
                 parameter.data = parameter.data.new_empty(0)  # the last who holds the whole one is gone, but for a user who keeps it
@@ -76,11 +78,18 @@ class Sharder:
             _remember(layout, name, new, where)
             self._stand_in(group, new, where)
         self._replicate_buffers()
-        self._show(shown)
+        compute = dtype_or_own(self.plan.compute)
+        for module, layouts in shown.items():
+            _show_sharded(module, layouts, compute, self.accumulation, tuple(planned[module]))
 
     def layout(self, group: ParameterGroup, parameter: nn.Parameter) -> Layout:
         """How a parameter of a group travels, and its gradient."""
         return layout_of_parameter(group, self.plan, self._group_name, parameter.shape, parameter.dtype, parameter.requires_grad)
+
+    def _planned(self, group: ParameterGroup, name: str) -> object:
+        """What the plan says of a parameter that its layout does not, where the model may be compiled in pieces: see [Note: What a
+        module shows]."""
+        return (group.degrees.parameter, name in self.plan.sparse) if self.plan.covered < 1 else None
 
     def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
@@ -149,11 +158,6 @@ class Sharder:
             for buffer in self.model.buffers():
                 take_rank_0_s(buffer)
 
-    def _show(self, shown: dict[nn.Module, dict[str, str]]) -> None:
-        compute = dtype_or_own(self.plan.compute)
-        for module, layouts in shown.items():
-            _show_sharded(module, layouts, compute, self.accumulation)
-
 
 def _remember(layout: Layout, name: str, new: nn.Parameter, where: list[Place]) -> None:
     """Gives the parameter what PowerSGD keeps of it."""
@@ -185,13 +189,17 @@ def show_as_sharded(model: nn.Module, layout: Layout, accumulation: Accumulation
 
 
 def _show_sharded(
-    module: nn.Module, layouts: dict[str, str], compute: torch.dtype | None, accumulation: Accumulation
+    module: nn.Module,
+    layouts: dict[str, str],
+    compute: torch.dtype | None,
+    accumulation: Accumulation,
+    planned: tuple[object, ...] = (),
 ) -> None:
     module.__dict__.setdefault("_autoshard_holders", {})
     module.__dict__.setdefault("_autoshard_absent", {})
     module.__dict__.setdefault(RESIDUES, {})
     cls: Any = type(module)
-    module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, accumulation)
+    module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, accumulation, planned)
 
 
 def full_value(parameter: torch.Tensor) -> torch.Tensor:
