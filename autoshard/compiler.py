@@ -106,13 +106,14 @@ class Backend:
 
     def _state_for(self, inputs: Sequence[Any]) -> ModelState | None:
         """The state of the model whose parameters these are, if it had its first call: with this backend, or, as a
-        copy of a sharded model, with none."""
-        for state in (*self._states, *copies()):
-            names = state.names()
-            if any(id(x) in names for x in inputs):
-                self._states.add(state)
-                return state
-        return None
+        copy of a sharded model, with none. Of models that share parameters, that with the most of these."""
+        ids = set(map(id, inputs))
+        found = {state: len(ids & state.names().keys()) for state in (*self._states, *copies())}
+        owner = max(found, key=lambda state: (found[state], state.number), default=None)
+        if owner is None or not found[owner]:
+            return None
+        self._states.add(owner)
+        return owner
 
     def _first_call(
         self, model: nn.Module, whole: nn.Module, look: Callable[[], FirstGraph | None]

@@ -358,7 +358,10 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise UnsupportedError(f"parameter {name!r} is a DTensor already; autoshard takes plain parameters")
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor already; autoshard takes plain parameters. Of models that share it compile one that "
+                "holds them all"
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
             raise UnsupportedError(
                 f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "

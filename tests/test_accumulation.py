@@ -243,6 +243,27 @@ def test_what_a_closure_leaves_is_looked_at(two: Cluster) -> None:
         assert "gradients of backwards inside no_sync still wait" in said
 
 
+def cast_before_no_sync(zero: int) -> list[tuple[Tensor, Tensor]]:
+    """(gradients, wanted) of a model that was cast after its first call, of a backward inside no_sync and one outside."""
+    model, plain, compiled = compiled_pair(config(zero))
+    inputs = inputs_of(2)
+    compiled(inputs[0, dist.get_rank()])
+    for m in (model, plain):
+        m.to(torch.float64)
+    for inside, x in zip((True, False), inputs.double()):
+        with autoshard.no_sync(compiled) if inside else contextlib.nullcontext():
+            compiled(x[dist.get_rank()]).backward()
+        (sum(plain(own) for own in x) / len(x)).backward()
+    return [(whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters())]  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 1])
+def test_a_model_that_was_cast_holds_gradients_as_it_is(two: Cluster, zero: int) -> None:
+    for found in two.run(cast_before_no_sync, zero):
+        for gradient, expected in found:
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
 def step_while_held() -> None:
     model, _, compiled = compiled_pair(config(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

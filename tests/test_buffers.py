@@ -70,6 +70,41 @@ def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: 
     assert not torch.equal(first[0][-1], second[0][-1])
 
 
+class Scaling(nn.Module):
+    """Replaces its buffer where it trains, and multiplies by it, so that backward needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale = 0.5 * self.scale + 0.5 * x.detach().abs().mean(0)
+        return (self.linear(x) * self.scale).pow(2).mean()
+
+
+def evaluated_behind_a_replaced_buffer() -> tuple[Tensor, Tensor]:
+    """A gradient behind an evaluation in inference mode, and that of both processes alone."""
+    model, plain, compiled = compiled_pair(config(0), Scaling)
+    inputs = inputs_of(1)[0, 0].expand(2, 4, 8)
+    for _ in range(2):
+        compiled.train()
+        model.zero_grad()
+        plain.zero_grad()
+        compiled(inputs[dist.get_rank()]).backward()
+        plain(inputs[0]).backward()
+        compiled.eval()
+        with torch.inference_mode():
+            compiled(inputs[dist.get_rank()])
+    return model.linear.weight.grad, plain.linear.weight.grad
+
+
+def test_an_evaluation_in_inference_mode_leaves_a_replaced_buffer_to_training(two: Cluster) -> None:
+    for found, expected in two.run(evaluated_behind_a_replaced_buffer):
+        torch.testing.assert_close(found, expected)
+
+
 def replaced_and_called_alone() -> tuple[Tensor, Tensor]:
     """The buffer after three calls on rank 0, of which it makes one alone, inside of `gathered`; and the input's mean."""
     model, _, compiled = compiled_pair(config(3, timeout=10), Averaging)

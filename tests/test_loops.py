@@ -142,6 +142,52 @@ def test_a_loop_trains_as_unsharded(two: Cluster, name: str, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
+# --- models that share parameters
+
+
+class Actor(nn.Module):
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x)).pow(2).mean()
+
+
+class Critic(Actor):
+    """Of another class, so that it has its first call by itself."""
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        trunk = Encoder()
+        self.actor, self.critic = Actor(trunk), Critic(trunk)
+
+
+def a_trunk_of_two() -> Distance:
+    """An actor and a critic, compiled each for itself with one backend; whole on all processes, as it must be."""
+    torch.manual_seed(0)
+    model, backend = Both(), autoshard.backend(config(0))
+    plain = rank0_copy(model)
+    actor, critic = (torch.compile(m, backend=backend) for m in (model.actor, model.critic))
+    optimizer, reference = (optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    distance, world = Distance(), dist.get_world_size()
+    for inputs in inputs_of(3):
+        (actor(inputs[dist.get_rank()]) + critic(inputs[dist.get_rank()])).backward()
+        for x in inputs:
+            ((plain.actor(x) + plain.critic(x)) / world).backward()
+        see_gradients(distance, model, plain)
+        step_each(optimizer, reference)
+    see_state(distance, model, plain)
+    return distance
+
+
+def test_two_models_may_share_a_trunk(two: Cluster) -> None:
+    for distance in two.run(a_trunk_of_two):
+        assert distance.worst <= TOLERANCE, distance
+
+
 # --- hooks
 
 

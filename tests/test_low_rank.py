@@ -22,6 +22,7 @@ from autoshard.passes import graphs
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import rehearse
+from autoshard.runtime.residue import Residue
 from tests.cluster import Cluster
 from tests.parity import rank0_copy
 from tests.small import compiled_pair, config, in_full, residues, same, what_is_said
@@ -345,6 +346,17 @@ def test_a_plan_knows_what_travels_and_what_is_kept(codegen: str) -> None:
     assert plan.predicted.memory["compression"] == kept.predicted.memory["compression"] == 4 * (matrices + 2 * 3 * 28)
     made = rehearse(capture(Net(), torch.randn(8, 24)), plan, inductor=codegen == "inductor").backward
     assert made is not None and sum(map(graphs.reduces, made.graph.nodes)) == sent["all_reduce"][0]
+
+
+def test_what_is_kept_is_float32_on_its_device_whatever_the_defaults() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            residue = Residue("up.weight", (4, 6), 2, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert {(t.dtype, t.device.type) for t in (residue.error, residue.factor)} == {(torch.float32, "cpu")}
 
 
 def test_processes_that_round_differently_are_told() -> None:

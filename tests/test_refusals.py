@@ -175,6 +175,12 @@ def replaced_by_a_frozen_one() -> None:
     compiled(torch.ones(4, 8))
 
 
+def shared_with_a_sharded_one() -> None:
+    model = Net()
+    _call(model.up).sum().backward()
+    _call(model)
+
+
 def gradient_of_gradients() -> None:
     model = Net()
     loss = _call(model)
@@ -200,6 +206,7 @@ CASES: dict[Callable[[], None], str] = {
     penalty_on_a_list_from_before: "this parameter was sharded by autoshard and is empty now",
     read_by_another_module: "this parameter was sharded by autoshard and is empty now",
     replaced_by_a_frozen_one: "parameter 'up.weight' of shape (15, 8) came after the first call",
+    shared_with_a_sharded_one: "parameter 'up.weight' is a DTensor already; autoshard takes plain parameters. Of models that share it",
     gradient_of_gradients: "RuntimeError",  # torch's own; from 2.12 on it says "double backward"
 }
 

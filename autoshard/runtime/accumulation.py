@@ -45,6 +45,8 @@ class Accumulation:
     def no_sync(self) -> Iterator[None]:
         """Backwards of forwards inside do not communicate gradients that the plan keeps whole."""
         before, self.mode = self.mode, "hold"
+        for holder in self.holders:
+            holder.follow()
         try:
             yield
         finally:

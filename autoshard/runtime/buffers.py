@@ -8,6 +8,7 @@ no state dict has: they are computed anew of other things (rotary frequencies fo
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -33,7 +34,8 @@ class Buffers:
             before = buffers.get(attribute)
             if name in names and before is not None:
                 if id(before) not in found:  # one may be in two places
-                    found[id(before)] = before.detach().clone()
+                    with torch.inference_mode(False):  # of an evaluation in that mode, which training cannot go on with
+                        found[id(before)] = before.detach().clone()
                     take_rank_0_s(found[id(before)])
                 buffers[attribute] = found[id(before)]
             self._known[i] = buffers.get(attribute)

@@ -34,9 +34,17 @@ class Holder:
     _holds: bool = False
 
     def __post_init__(self) -> None:
-        nothing = torch.zeros((), dtype=self.parameter.dtype, device=self.parameter.device)
-        self.leaf = nothing.expand(self.parameter.shape).requires_grad_()
+        self.leaf = self._nothing().requires_grad_()
         self.leaf.register_post_accumulate_grad_hook(self._pass_on)
+
+    def _nothing(self) -> Tensor:
+        nothing = torch.zeros((), dtype=self.parameter.dtype, device=self.parameter.device)
+        return nothing.expand(self.parameter.shape).data  # no view, or traces look for what it is one of
+
+    def follow(self) -> None:
+        """The leaf becomes as the parameter is, which may have been cast or moved since."""
+        if (self.leaf.dtype, self.leaf.device) != (self.parameter.dtype, self.parameter.device):
+            self.leaf.data = self._nothing()
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -38,8 +38,8 @@ class Residue:
     def __post_init__(self) -> None:
         error, factor = residue_shapes(self.shape, self.rank)
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
-        start = torch.randn(factor, generator=generator)
-        self.error = self._marked(torch.zeros(error, device=self.device))
+        start = torch.randn(factor, generator=generator, dtype=torch.float32, device="cpu")  # whatever a loop's defaults are
+        self.error = self._marked(torch.zeros(error, dtype=torch.float32, device=self.device))
         self.factor = self._marked((start / start.abs().sum(0)).to(self.device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Residue:
