@@ -34,16 +34,17 @@ Generate = Callable[[GraphModule, Phase], Callable[[list[Any]], Any]]
 Compile = Callable[[str, GraphModule], Block | None]
 
 
-def compile_blocks(gm: GraphModule, compile: Compile) -> list[Block]:
+def compile_blocks(gm: GraphModule, compile_one: Compile) -> list[Block]:
     """Every outlined block compiled, its calls made calls of `autoshard::block`; the graph works as long as somebody
-    holds the list. compile: of a block's name and graph; None where no op can stand for it (see `compile_block`). The operations of such a block take their old place; if it is one that repeats, those of all."""
+    holds the list. compile_one: of a block's name and graph; None where no op can stand for it (see `compile_block`). The
+    operations of such a block take their old place; if it is one that repeats, those of all."""
     calls: dict[str, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if is_block(node):
             calls[str(node.target)].append(node)
     made = {}
     for name in sorted(calls, key=lambda name: -len(calls[name])):
-        block = compile(name, graphs.body(gm, name))
+        block = compile_one(name, graphs.body(gm, name))
         if block is not None:
             made[name] = block
         elif len(calls[name]) > 1:

@@ -99,7 +99,8 @@ class WrittenBlock:
     joint: Joint
 
 
-# By a block's name, which says what it computes and what it saves, and which of its inputs are gathered copies and fixed; None where no op can stand for it.
+# By a block's name, which says what it computes and what it saves, and by which of its inputs are gathered copies, and which are fixed;
+# None where no op can stand for it.
 Known = MutableMapping[tuple[str, frozenset[int], frozenset[int]], WrittenBlock | None]
 
 
@@ -140,7 +141,7 @@ class _Rehearsal(Compilation):
         gm = self.manager.run(("traced",), gm, self.context)
         kinds: list[Kind] = []
 
-        def compile(name: str, body: GraphModule) -> Block | None:
+        def compile_one(name: str, body: GraphModule) -> Block | None:
             key = name, body.meta[COPIES], body.meta[FIXED]
             if key not in known:
                 known[key] = self._written(body)
@@ -150,7 +151,7 @@ class _Rehearsal(Compilation):
             kinds.append(Kind(written.joint, body.meta[BLOCKS]))
             return written.block
 
-        blocks = compile_blocks(gm, compile)
+        blocks = compile_blocks(gm, compile_one)
         outer = self.around(gm, blocks, inputs)
         return Prepared(captured, outer, outer.trace(gm, inputs), tuple(blocks), tuple(kinds if blocks else ()))
 

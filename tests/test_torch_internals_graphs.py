@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -227,6 +228,35 @@ def test_nodes_of_a_joint_graph_say_whose_they_are(kind: type[nn.Sequential]) ->
     (grad,) = (n for n in found if n.target is torch.ops.aten.mm.default and torch_internals.is_backward(n))
     assert torch_internals.module_path(tanh) == "1" and not torch_internals.is_backward(tanh)
     assert torch_internals.module_path(grad) == "0"
+
+
+def test_budgets_of_activations_can_be_left_out() -> None:
+    """Both of torch's whole partitions, and that of a region."""
+    w = torch.ones(8, 8, requires_grad=True)
+
+    def saved(left_out: bool, region: bool = False, **options: Any) -> int:
+        found: list[int] = []
+
+        def partition(joint: Any, inputs: Any, **keywords: Any) -> Any:
+            for node in joint.graph.nodes if region else ():
+                node.meta["memory_budget"], node.meta["custom"] = 0.0, {"_region_activation_memory_budget": 0.0, "mine": 1}
+            with torch._functorch.config.patch(options), torch_internals.without_budgets(joint) if left_out else contextlib.nullcontext():
+                forward, backward = min_cut_rematerialization_partition(joint, inputs, **keywords)
+            if region and left_out:
+                assert all(n.meta["custom"] == {"mine": 1} and "memory_budget" not in n.meta for n in joint.graph.nodes)
+            found.append(len(forward.graph.output_node().args[0]) - keywords["num_fwd_outputs"])
+            return forward, backward
+
+        def backend(gm: Any, inputs: Any) -> Any:
+            return aot_module_simplified(gm, inputs, fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=partition)
+
+        torch.compiler.reset()
+        torch.compile(lambda x: torch.tanh(torch.tanh(x @ w) @ w).sum(), backend=backend)(torch.ones(1024, 8))
+        return found[0]
+
+    usual = saved(False)
+    assert saved(False, activation_memory_budget=0.0) < usual
+    assert saved(True, activation_memory_budget=0.0) == saved(True, region=True) == saved(True, aggressive_recomputation=True) == usual
 
 
 def test_decompositions_of_what_has_one() -> None:

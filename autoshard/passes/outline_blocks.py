@@ -240,7 +240,7 @@ def _in_another_mode(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         if node.target is torch_internals.SET_GRAD_ENABLED:
             gradients = node.args[0]
-        elif node.op == "call_function" and _value(node) is None:
+        elif _sets_mode(node):
             entered += graphs.entered(node, *MODES)
             unknown = unknown or _may_switch(node)
         if entered or unknown or gradients is not torch.is_grad_enabled():
