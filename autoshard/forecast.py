@@ -32,7 +32,7 @@ from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
 from autoshard.plan import Plan, Traffic
 from autoshard.rehearsal import DEFAULT, Known, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
-from autoshard.savings import Savings, Step
+from autoshard.savings import Savings, Step, kept_of
 
 TRIALS = 6  # how many choices are simulated
 AIMS = 32  # for how many aims they are made: those for several may be one
@@ -52,7 +52,8 @@ class Forecaster:
     passes: Sequence[Pass] = DEFAULT
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
-    _written: Known = field(default_factory=dict)
+    _written: Known = field(default_factory=Known)
+    _usual: dict[Key, Rehearsed] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
     _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -142,10 +143,12 @@ class Forecaster:
 
     def _savings(self, plan: Plan) -> Savings:
         held, _ = self._held(plan)
-        program, curve, took, _ = self.simulated(replace(plan, recompute=()))
+        usual = replace(plan, recompute=())
+        program, curve, took, _ = self.simulated(usual)
         return Savings(
-            self._prepared(replace(plan, recompute=())),
+            self._prepared(usual),
             usual=_step(program, curve, took),
+            kept=kept_of(self._rehearsed(usual)),
             simulate=lambda rehearsed: _step(*self._simulate(plan, rehearsed, held)),
             simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
             seconds_of=self._seconds_of,
@@ -157,8 +160,12 @@ class Forecaster:
     def _rehearsed(self, plan: Plan) -> Rehearsed:
         """Blocks that are graphs of their own make another graph around them when they save something else."""
         usual = self._prepared(replace(plan, recompute=()))
-        prepared = self._prepared(plan) if plan.recompute and usual.kinds else usual
-        return prepared.cut(plan)
+        if plan.recompute:
+            return (self._prepared(plan) if usual.kinds else usual).cut(plan)
+        key = _regathered(plan)
+        if key not in self._usual:
+            self._usual[key] = usual.cut(plan)
+        return self._usual[key]
 
     def _prepared(self, plan: Plan) -> Prepared:
         """Stages that differ in what backward gathers again have this in common."""

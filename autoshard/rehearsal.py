@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Pass, Phase
 from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
-from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, POLICY
+from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, KEY, POLICY
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
@@ -73,7 +73,7 @@ def prepare(
     with _tracing(captured):
         inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
         inputs += [captured.tracing.like(residue) for residue in residues]
-        return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs, {} if known is None else known)
+        return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs, known or Known())
 
 
 @contextmanager
@@ -99,9 +99,13 @@ class WrittenBlock:
     joint: Joint
 
 
-# By a block's name, which says what it computes and what it saves, and by which of its inputs are gathered copies, and which are fixed;
-# None where no op can stand for it.
-Known = MutableMapping[tuple[str, frozenset[int], frozenset[int]], WrittenBlock | None]
+@dataclass(frozen=True)
+class Known:
+    """Blocks that were rehearsed before, by which of their inputs are gathered copies and which are fixed, and: joints: by what they
+    compute. blocks: by their names, which say what they save besides; None where no op can stand for one."""
+
+    joints: dict[tuple[str, frozenset[int], frozenset[int]], Joint] = field(default_factory=dict)
+    blocks: dict[tuple[str, frozenset[int], frozenset[int]], WrittenBlock | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,9 +147,9 @@ class _Rehearsal(Compilation):
 
         def compile_one(name: str, body: GraphModule) -> Block | None:
             key = name, body.meta[COPIES], body.meta[FIXED]
-            if key not in known:
-                known[key] = self._written(body)
-            written = known[key]
+            if key not in known.blocks:
+                known.blocks[key] = self._written(body, known)
+            written = known.blocks[key]
             if written is None:
                 return None
             kinds.append(Kind(written.joint, body.meta[BLOCKS]))
@@ -155,17 +159,17 @@ class _Rehearsal(Compilation):
         outer = self.around(gm, blocks, inputs)
         return Prepared(captured, outer, outer.trace(gm, inputs), tuple(blocks), tuple(kinds if blocks else ()))
 
-    def _written(self, body: GraphModule) -> WrittenBlock | None:
-        """A block's graphs, and the one that they were parted of."""
-        traced: list[Joint] = []
+    def _written(self, body: GraphModule, known: Known) -> WrittenBlock | None:
+        """A block's graphs, and the one that they were parted of, which is the same whatever it saves."""
+        key = body.meta[KEY], body.meta[COPIES], body.meta[FIXED]
 
         def differentiate(body: GraphModule, given: list[Any]) -> Halves:
-            joint = self.trace_block(body, given)
-            traced.append(joint.copied())
-            return self.cut_block(joint, body.meta[POLICY])
+            if key not in known.joints:
+                known.joints[key] = self.trace_block(body, given)
+            return self.cut_block(known.joints[key].copied(), body.meta[POLICY])
 
         block = compile_block(body, differentiate, self.generate)
-        return WrittenBlock(block, *traced) if block is not None else None
+        return WrittenBlock(block, known.joints[key]) if block is not None else None
 
     def finish(self, joint: Joint, blocks: tuple[Block, ...]) -> Rehearsed:
         """Parts the graph and runs the last passes."""

@@ -47,20 +47,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Savings:
-    """Of one prepared graph. usual: its step, nothing chosen. simulate: a step of its graphs, or of a block's alone.
-    seconds_of: what an operation takes."""
+    """Of one prepared graph. usual: its step, nothing chosen. kept: the names of what is saved there. simulate: a step of its graphs, or
+    of a block's alone. seconds_of: what an operation takes."""
 
     prepared: Prepared
     usual: Step
+    kept: Set[str]
     simulate: Callable[[Rehearsed], Step]
     simulate_alone: Callable[[Rehearsed], Step]
     seconds_of: Callable[[Operation], float]
 
     def blocks(self, plan: Plan) -> list[Block]:
         """The model's blocks in the order of forward, each with all that it could save."""
-        plan = replace(plan, recompute=())
-        graph, kept = self.prepared.joint.graph, _kept(self.prepared.cut(plan))
-        joint = self.candidates(graph, kept, plan.stacks)
+        joint = self.candidates(self.prepared.joint.graph, self.kept, plan.stacks)
         apart = [kind for kind in self.prepared.kinds if kind.names]
         usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)}, plan.stacks)
         options = {name: [option] for name, option in usual.items()}
@@ -115,7 +114,7 @@ class Savings:
     def _alone(self, kind: Kind, stacks: Collection[str]) -> list[Option]:
         """Of a block by itself: the first is torch's own choice."""
         usual = self.prepared.cut_kind(kind, "none")
-        (policies,) = self.candidates(kind.joint.graph, _kept(usual), stacks).values()
+        (policies,) = self.candidates(kind.joint.graph, kept_of(usual), stacks).values()
         return [self._option("none", usual), *(self._option(p, self.prepared.cut_kind(kind, p)) for p in policies)]
 
     def _option(self, policy: str, cut: Rehearsed) -> Option:
@@ -168,7 +167,7 @@ def _inherited(block: Sequence[str | None], names: Collection[str]) -> Iterator[
         yield current
 
 
-def _kept(cut: Rehearsed) -> set[str]:
+def kept_of(cut: Rehearsed) -> set[str]:
     """The names of what forward leaves for backward."""
     outputs: Sequence[Any] = cut.forward.graph.output_node().args[0]  # type: ignore[assignment]
     return {n.name for n in outputs[cut.results :] if isinstance(n, Node)}

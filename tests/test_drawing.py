@@ -27,7 +27,7 @@ def drawn_anew(zero: int, below: int, name: str, alike: bool) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize(("zero", "below", "name"), [in_full(0, 0, "up.weight"), (3, 0, "up.weight"), (3, 10, "down.bias")])
-@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("alike", [in_full(True), False])
 def test_each_process_draws_what_it_has_by_its_own_generator(two: Cluster, zero: int, below: int, name: str, alike: bool) -> None:
     """With one seed rows repeat, and what is whole stays alike; with others what is whole parts, which the next step names."""
     (first, drawn, said), (second, drawn_too, said_too) = two.run(drawn_anew, zero, below, name, alike)

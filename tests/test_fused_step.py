@@ -12,7 +12,7 @@ from torch import nn, optim
 import autoshard
 from tests.cluster import Cluster
 from tests.parity import whole
-from tests.small import ALONE, Net, config, inputs_of, step_each
+from tests.small import ALONE, Net, config, in_full, inputs_of, step_each
 
 
 def found(options: dict[str, Any], of_its_own: str) -> tuple[str, bool]:
@@ -37,7 +37,7 @@ def found(options: dict[str, Any], of_its_own: str) -> tuple[str, bool]:
     [
         ({}, "", "all parameters at once"),
         ({"fuse_optimizer": False}, "", "on rows, by torch"),
-        ({"fuse_optimizer": False}, "fuse", "all parameters at once"),
+        in_full({"fuse_optimizer": False}, "fuse", "all parameters at once"),
         ({}, "foreach", "on rows, by torch"),
         ({}, "hook", "by torch"),
     ],

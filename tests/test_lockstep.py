@@ -304,7 +304,7 @@ def meetings(loop: Callable[..., None]) -> list[int]:
     return [after - before for before, after in zip(found, found[1:])]
 
 
-@pytest.mark.parametrize(("loop", "each"), [(steps, 0), (accumulation, 0), (no_sync, 0), (evaluation, 2)])
+@pytest.mark.parametrize(("loop", "each"), [in_full(steps, 0), in_full(accumulation, 0), (no_sync, 0), (evaluation, 2)])
 def test_a_loop_with_steps_meets_nobody(two: Cluster, loop: Callable[..., None], each: int) -> None:
     """Unless it turns to evaluation and back."""
     for found in two.run(meetings, loop):

@@ -289,7 +289,7 @@ def _unfit(kind: str, parameters: list[nn.Parameter]) -> Any:
     return getattr(optim, kind.split()[0])(chosen)
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "LBFGS", "Adagrad hook", "Adagrad closure", "AdamW8bit"])
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", in_full("LBFGS"), "Adagrad hook", in_full("Adagrad closure"), "AdamW8bit"])
 def test_what_cannot_step_on_shards_is_refused_by_name(two: Cluster, kind: str) -> None:
     for text in two.run(what_is_said, refusal, kind):
         assert text.startswith(f"UnsupportedError: optimizer {kind.split()[0]}") and "cannot step on sharded parameters" in text

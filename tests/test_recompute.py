@@ -196,7 +196,7 @@ class Checkpointed(Stack):
         return self.head(x).log_softmax(-1).square().mean()
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "save addmm#0 native_dropout#0"])
+@pytest.mark.parametrize("policy", ["full", in_full("selective"), "save addmm#0 native_dropout#0"])
 def test_a_policy_takes_the_place_of_the_user_s_checkpoints(policy: str) -> None:
     """As many values are saved and repeated as without them; what is repeated is named after its block."""
     found = []

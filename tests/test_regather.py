@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.passes import graphs as passgraphs
 from tests.rewriting import Blocks, collectives, plan_for, rewritten
+from tests.small import in_full
 
 pytestmark = pytest.mark.usefixtures("many_processes")
 
@@ -40,8 +41,11 @@ class Tables(nn.Module):
         return self.head(x).square().mean()
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize(("blocks", "checkpointed"), [(3, False), (3, True), (8, False)])
+ALWAYS = [(3, False, "none"), (3, False, "selective"), (3, True, "full"), (8, False, "none"), (8, False, "selective")]
+CASES = [(*how, policy) for how in ((3, False), (3, True), (8, False)) for policy in ("none", "selective", "full")]
+
+
+@pytest.mark.parametrize(("blocks", "checkpointed", "policy"), [case if case in ALWAYS else in_full(*case) for case in CASES])
 def test_what_is_gathered_again_is_the_same_for_batches_of_all_sizes(blocks: int, checkpointed: bool, policy: str) -> None:
     found = []
     for tokens in (1, 10, 1000):
@@ -93,7 +97,7 @@ class Smooth(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [{"activation_memory_budget": 0.1}, {"aggressive_recomputation": True}], ids=str)
-@pytest.mark.parametrize(("blocks", "zero"), [(3, 2), (8, 2), (8, 3)])
+@pytest.mark.parametrize(("blocks", "zero"), [(3, 2), in_full(8, 2), (8, 3)])
 def test_to_spare_memory_torch_gathers_nothing_again_and_repeats_no_block(blocks: int, zero: int, budget: dict[str, Any]) -> None:
     """What it would repeat depends on the sizes of a batch; a block would draw other random numbers."""
     found = []

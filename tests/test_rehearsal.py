@@ -22,8 +22,9 @@ from autoshard.errors import UnsupportedError
 from autoshard.ops import packing
 from autoshard.passes import graphs
 from autoshard.passes.choose_zero import Circumstances, make_plan
-from autoshard.rehearsal import rehearse
+from autoshard.rehearsal import Known, Written, prepare, rehearse
 from tests.rewriting import Blocks, plan_for, rewritten
+from tests.small import in_full
 
 pytestmark = pytest.mark.usefixtures("many_processes")
 
@@ -57,9 +58,9 @@ class Deep(nn.Module):
     """Blocks enough to be traced once; one of them is called another way. breaks: the graph ends behind the first. around, inside:
     where activation checkpointing is."""
 
-    def __init__(self, breaks: bool = False, around: bool = False, inside: bool = False) -> None:
+    def __init__(self, breaks: bool = False, around: bool = False, inside: bool = False, blocks: int = 9) -> None:
         super().__init__()
-        self.layers, self.breaks, self.around = nn.ModuleList(Block(inside) for _ in range(9)), breaks, around
+        self.layers, self.breaks, self.around = nn.ModuleList(Block(inside) for _ in range(blocks)), breaks, around
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = (x > 0).float()
@@ -146,8 +147,32 @@ class Checkpointed(Blocks):
         return torch.utils.checkpoint.checkpoint(super().forward, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [Blocks, Checkpointed])
-@pytest.mark.parametrize(("zero", "low_rank"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)])
+def test_a_block_that_saves_something_else_is_not_traced_again() -> None:
+    model = Deep(blocks=11)
+    captured, plan, known = capture(model, torch.randn(4, 8)), plan_for(model, 3), Known()
+    prepare(captured, plan, False, known=known)
+    traced = {*known.joints}
+    again = replace(plan, recompute=tuple((f"layers.{i}", "full") for i in (0, 1, 2, 3, 5)))
+    found = prepare(captured, again, False, known=known).cut(again)
+    assert {*known.joints} == traced and len(known.blocks) > len(traced)
+    expected = rehearse(captured, again, inductor=False)
+    assert found.backward is not None and expected.backward is not None
+    for ours, theirs in ((found.forward, expected.forward), (found.backward, expected.backward)):
+        assert _operations(ours) == _operations(theirs)
+    assert [_block_operations(b) for b in found.blocks] == [_block_operations(b) for b in expected.blocks]
+
+
+def _block_operations(block: Any) -> list[Counter[str]]:
+    return [_operations(code.graph) for code in (block.forward, block.backward) if isinstance(code, Written)]
+
+
+@pytest.mark.parametrize(
+    ("zero", "low_rank", "make"),
+    [
+        (0, 0, Blocks), (1, 0, Blocks), in_full(2, 0, Blocks), (3, 0, Blocks), (0, 1, Blocks), in_full(0, 0, Checkpointed),
+        in_full(1, 0, Checkpointed), in_full(2, 0, Checkpointed), (3, 0, Checkpointed), in_full(0, 1, Checkpointed),
+    ],
+)
 def test_a_rehearsal_has_the_graphs_of_the_job(zero: int, low_rank: int, make: type[nn.Module]) -> None:
     inputs = torch.randn(4, 8)
     plan = replace(plan_for(make(), zero), low_rank=low_rank)

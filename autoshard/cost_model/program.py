@@ -19,7 +19,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from autoshard.cost_model.sizes import Open, Size, bytes_of
 
@@ -151,8 +150,7 @@ class Writer:
         body = self.body_of(node)
         if body is not None:
             return self._block(node, half, body[0], [values.get(n) for n in body[1]])
-        given = tree_leaves((node.args, node.kwargs))
-        reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in given if isinstance(a, Node)])))
+        reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in node.all_input_nodes])))
         alias = aliased(node)
         if alias == "view":
             self._views += 1

@@ -32,8 +32,8 @@ from autoshard.passes.base import Context, Stage
 from autoshard.plan import Plan
 
 PREFIX = "block_"
-# In the meta of an outlined graph: see [Note: Policies]; the blocks that it is; `Run.copies`; `Run.fixed`.
-POLICY, BLOCKS, COPIES, FIXED = "recompute", "blocks", "copies", "fixed"
+# In the meta of an outlined graph: `Run.key`; see [Note: Policies]; the blocks that it is; `Run.copies`; `Run.fixed`.
+KEY, POLICY, BLOCKS, COPIES, FIXED = "key", "recompute", "blocks", "copies", "fixed"
 PARAMETERS = (graphs.UNSHARD, graphs.HOLD, graphs.LOW_RANK, graphs.ADD_HELD)
 MODES = ("autocast", "inference_mode", "dual_level", *graphs.TRANSFORMS)  # that a graph enters and leaves
 # What transforms of functions call besides, on which nothing outside of them depends, and what a module that is made in forward does
@@ -99,7 +99,7 @@ def _outline(gm: GraphModule, runs: list[Run], policy: str, blocks: tuple[str, .
     if not hasattr(gm, name):
         gm.add_submodule(name, runs[0].outlined())
     meta: dict[str, Any] = getattr(gm, name).meta  # another stretch that is alike has the same graph
-    meta[POLICY], meta[BLOCKS] = policy, meta.get(BLOCKS, ()) + blocks
+    meta[KEY], meta[POLICY], meta[BLOCKS] = runs[0].key, policy, meta.get(BLOCKS, ()) + blocks
     meta[COPIES] = meta.get(COPIES, frozenset()).union(*(run.copies(context.plan) for run in runs))
     meta[FIXED] = meta.get(FIXED, runs[0].fixed(context)).intersection(*(run.fixed(context) for run in runs))
     for run in runs:
