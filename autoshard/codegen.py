@@ -132,6 +132,7 @@ class Compilation:
     def trace_block(self, block: GraphModule, inputs: list[Any]) -> Joint:
         """A block's forward and backward in one; see [Note: Mixed with copies]."""
         joint = self.trace(block, inputs)
+        graphs.fill_examples(joint.graph)
         copies, fixed = (graphs.inputs_at(joint.graph, block.meta[role]) for role in (COPIES, FIXED))
         keep_mixed(joint.graph, copies, fixed)
         return joint
@@ -160,6 +161,7 @@ class Compilation:
         return halves
 
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
+        graphs.fill_examples(gm)
         put_unshards(gm, self.wholes)
         return self.manager.run(("joint",), gm, context)
 

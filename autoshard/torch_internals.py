@@ -69,6 +69,7 @@ __all__ = [
     "emit_artifact",
     "fused_adam",
     "fused_sgd",
+    "gives_nothing",
     "gloo_in_turn",
     "gradient_places",
     "graph_break",
@@ -543,6 +544,12 @@ def is_view(target: Any) -> bool:
     """True of an op whose result shares memory with its input. Seen: 2.11, 2.13."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def gives_nothing(target: Any) -> bool:
+    """True of an op without a result, such as the check of a size that is not known before. Seen: 2.11, 2.13."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.returns
 
 
 def decompositions_of(packets: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
