@@ -59,6 +59,7 @@ __all__ = [
     "TorchDynamoException",
     "Tracing",
     "add_to_each",
+    "assigns",
     "backend_of",
     "before_traces",
     "behind_a_break",
@@ -550,6 +551,11 @@ def gives_nothing(target: Any) -> bool:
     """True of an op without a result, such as the check of a size that is not known before. Seen: 2.11, 2.13."""
     schema = getattr(target, "_schema", None)
     return schema is not None and not schema.returns
+
+
+def assigns(metadata: dict[str, Any]) -> bool:
+    """Whether load_state_dict, which hands a module's hooks this, was given assign=True. Seen: 2.11, 2.13."""
+    return bool(metadata.get("assign_to_params_buffers", False))
 
 
 def decompositions_of(packets: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
