@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
@@ -131,6 +132,7 @@ class Compilation:
     def trace_block(self, block: GraphModule, inputs: list[Any]) -> Joint:
         """A block's forward and backward in one; see [Note: Mixed with copies]."""
         joint = self.trace(block, inputs)
+        graphs.fill_examples(joint.graph)
         copies, fixed = (graphs.inputs_at(joint.graph, block.meta[role]) for role in (COPIES, FIXED))
         keep_mixed(joint.graph, copies, fixed)
         return joint
@@ -159,6 +161,7 @@ class Compilation:
         return halves
 
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
+        graphs.fill_examples(gm)
         put_unshards(gm, self.wholes)
         return self.manager.run(("joint",), gm, context)
 
@@ -208,11 +211,16 @@ class Compilation:
 
             return compile_one
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def backward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+            """Where a frame that Dynamo compiles calls `loss.backward()`, it would go on with this, and with what this gives."""
+            return torch.compiler.disable(compiler("backward")(graph, given))  # type: ignore[no-any-return]
+
         return aot_module_simplified(  # type: ignore[no-any-return]
             gm,
             self._whole(inputs),
             fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
+            bw_compiler=backward,
             inference_compiler=compiler("inference"),
             partition_fn=self.partition,
             keep_inference_input_mutations=True,

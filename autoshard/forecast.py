@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Forecaster:
     codegen: str
     passes: Sequence[Pass] = DEFAULT
     _known: dict[Key, Simulated] = field(default_factory=dict)
+    _predicted: dict[Key, dict[str, Any]] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
     _written: Known = field(default_factory=Known)
     _usual: dict[Key, Rehearsed] = field(default_factory=dict)
@@ -67,24 +69,29 @@ class Forecaster:
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
+        key = _key(plan)
+        if key not in self._predicted:
+            self._predicted[key] = self._predict(plan)
+        return replace(plan, predicted=replace(plan.predicted, **self._predicted[key]), regions=self.captured.regions)
+
+    def _predict(self, plan: Plan) -> dict[str, Any]:
+        """What is predicted of a step, by the prediction's names for it."""
         program, curve, took, unknown = self.simulated(plan)
         peak = curve.peak()
-        found = replace(
-            plan.predicted,
-            memory={category: size for category, size in peak.categories.items() if size},
-            traffic=tuple(Traffic(*sent) for sent in traffic(program, self.cluster, groups_of(plan, self.cluster))),
-            place=_place(program, peak),
-            error=accuracy.memory_error(self.cluster.device, self.inductor),
-            unknown=(*unknown, *_strange(self.cluster), *_behind(self.captured)),
-            seconds={"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
-            seconds_error=accuracy.time_error(self.cluster.device, self.inductor),
-            reserved=None if self.cluster.device.name == "cpu" else allocator.reserved(program),
-        )
-        return replace(plan, predicted=found, regions=self.captured.regions)
+        return {
+            "memory": {category: size for category, size in peak.categories.items() if size},
+            "traffic": tuple(Traffic(*sent) for sent in traffic(program, self.cluster, groups_of(plan, self.cluster))),
+            "place": _place(program, peak),
+            "error": accuracy.memory_error(self.cluster.device, self.inductor),
+            "unknown": (*unknown, *_strange(self.cluster), *_behind(self.captured)),
+            "seconds": {"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
+            "seconds_error": accuracy.time_error(self.cluster.device, self.inductor),
+            "reserved": None if self.cluster.device.name == "cpu" else allocator.reserved(program),
+        }
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed or guessed."""
-        key = (*_regathered(plan), plan.recompute, plan.ahead)
+        key = _key(plan)
         if key not in self._known:
             held, unknown = self._held(plan)
             program, curve, took = self._simulate(plan, self._rehearsed(plan), held)
@@ -229,6 +236,11 @@ def _layouts(plan: Plan) -> Key:
 def _regathered(plan: Plan) -> Key:
     """What of it they show after that, but for what is computed again."""
     return (*_layouts(plan), *(g.degrees.parameter for g in plan.groups))
+
+
+def _key(plan: Plan) -> Key:
+    """All of it that they show, and so all that a step depends on."""
+    return (*_regathered(plan), plan.recompute, plan.ahead)
 
 
 def _better(plan: Plan, than: Plan, budget: int) -> bool:

@@ -59,6 +59,7 @@ __all__ = [
     "TorchDynamoException",
     "Tracing",
     "add_to_each",
+    "assigns",
     "backend_of",
     "before_traces",
     "behind_a_break",
@@ -69,6 +70,7 @@ __all__ = [
     "emit_artifact",
     "fused_adam",
     "fused_sgd",
+    "gives_nothing",
     "gloo_in_turn",
     "gradient_places",
     "graph_break",
@@ -543,6 +545,17 @@ def is_view(target: Any) -> bool:
     """True of an op whose result shares memory with its input. Seen: 2.11, 2.13."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def gives_nothing(target: Any) -> bool:
+    """True of an op without a result, such as the check of a size that is not known before. Seen: 2.11, 2.13."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.returns
+
+
+def assigns(metadata: dict[str, Any]) -> bool:
+    """Whether load_state_dict, which hands a module's hooks this, was given assign=True. Seen: 2.11, 2.13."""
+    return bool(metadata.get("assign_to_params_buffers", False))
 
 
 def decompositions_of(packets: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

@@ -166,3 +166,11 @@ def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> Non
         predicted = _plan(Forecaster(forecaster.captured, NAMED["adamw"], cluster, "eager"), 0).predicted
         assert predicted.error is not None and (predicted.seconds_error is not None) == said
         assert ("Measured steps took" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
+
+
+def test_what_was_forecast_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    plan = _plan(forecaster, 3)
+    monkeypatch.setattr(autoshard.forecast, "traffic", None)
+    again = forecaster(replace(plan, predicted=type(plan.predicted)()))
+    assert again.predicted.traffic == plan.predicted.traffic and again.predicted.memory == plan.predicted.memory

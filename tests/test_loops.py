@@ -18,6 +18,7 @@ from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
 from tests.small import (
     TOLERANCE,
     Encoder,
+    Net,
     backward_beside,
     backward_of_all,
     compiled_pair,
@@ -332,3 +333,33 @@ def generate_inside(zero: int) -> bool:
 @pytest.mark.full
 def test_generate_works_inside_gathered(two: Cluster) -> None:
     assert all(two.run(generate_inside, 3))
+
+
+def stepped_in_one(zero: int) -> Distance:
+    """One function takes the whole step; Dynamo compiles what is around its backward."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = rank0_copy(model)
+    optimizer, reference = (optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        loss.backward()
+        step_each(optimizer)
+        return loss
+
+    compiled = torch.compile(step, backend=autoshard.backend(config(zero)))
+    distance = Distance()
+    for inputs in inputs_of(4):
+        expected = plain(inputs[dist.get_rank()])
+        distance.see("loss", compiled(inputs[dist.get_rank()]).detach(), expected.detach())
+        backward_of_all(plain, inputs)
+        step_each(reference)
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), in_full(2), 3])
+def test_a_step_may_be_compiled_with_its_backward(two: Cluster, zero: int) -> None:
+    for distance in two.run(stepped_in_one, zero):
+        assert distance.worst <= TOLERANCE, distance

@@ -88,22 +88,25 @@ class Routed(nn.Module):
         return x.pow(2).mean()
 
 
-def routed(zero: int) -> Distance:
-    """One process compiles a graph for the last layer, which sees a single row there, that another has from the first one."""
+def routed(zero: int, captured: bool) -> Distance:
+    """One process compiles a graph for the last layer, which sees a single row there, that another has from the first one. captured:
+    the graph is not broken, and checks how many rows there are."""
     model, plain, compiled = compiled_pair(config(zero), Routed)
     distance, rank, world = Distance(), dist.get_rank(), dist.get_world_size()
     for step, inputs in enumerate(inputs_of(3)):
         shown = [torch.arange(4) < torch.tensor([[3 - step * r], [3], [3 - 2 * r]]) for r in range(world)]
-        compiled(inputs[rank], shown[rank]).backward()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=captured):
+            compiled(inputs[rank], shown[rank]).backward()
         for x, mask in zip(inputs, shown):
             (plain(x, mask) / world).backward()
         see_gradients(distance, model, plain)
     return distance
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
-def test_rows_may_be_routed_to_layers(two: Cluster, zero: int) -> None:
-    for distance in two.run(routed, zero):
+def test_rows_may_be_routed_to_layers(two: Cluster, zero: int, captured: bool) -> None:
+    for distance in two.run(routed, zero, captured):
         assert distance.worst <= TOLERANCE, distance
 
 

@@ -228,6 +228,17 @@ def test_no_copy_is_kept_where_not_even_one_fits() -> None:
     assert any("no whole copy kept" in why for why in plans[0].why)
 
 
+def test_rows_that_are_fewer_than_processes_are_said() -> None:
+    """Eight experts in one parameter travel to sixteen processes as sixteen."""
+    experts = Inventory("Net", tuple(_info(f"layers.{i}.experts", 8, 1024, 256) for i in range(4)))
+    said = "layers.0.experts has 8 rows for 16 processes: 8 hold none of it, and 2.0 times as many bytes travel as parameters have; with"
+    for zero, mesh, says in ((1, None, True), (0, None, False), (3, {"replicate": 2, "shard": 8}, False)):
+        plan = make_plan(experts, Config(zero=zero, mesh=mesh), _where(16))  # type: ignore[arg-type]
+        assert any(why.startswith(f"{said} mesh={{'replicate': 2, 'shard': 8}}") for why in plan.why) is says
+    with pytest.raises(BudgetError, match=f"since more processes would not help: {said}"):
+        make_plan(experts, Config(), _where(16, 2**20))
+
+
 def test_the_only_group_is_gathered_again() -> None:
     plan = make_plan(Inventory("Net", (_info("up.weight", 256, 256),)), Config(zero=3), _where(8))
     assert not _kept(plan)

@@ -188,6 +188,14 @@ def gradient_of_gradients() -> None:
     gradient.pow(2).sum().backward()
 
 
+def penalty_on_gradients() -> None:
+    """Beside a loss, whose own backward nothing stops."""
+    model = Net()
+    loss = _call(model)
+    (gradient,) = torch.autograd.grad(loss, [model.up.weight], create_graph=True)
+    (loss + gradient.full_tensor().pow(2).sum()).backward()  # type: ignore[attr-defined]
+
+
 CASES: dict[Callable[[], None], str] = {
     distributed_already: "parameter 'up.weight' is a DTensor already",
     sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",
@@ -207,7 +215,8 @@ CASES: dict[Callable[[], None], str] = {
     read_by_another_module: "this parameter was sharded by autoshard and is empty now",
     replaced_by_a_frozen_one: "parameter 'up.weight' of shape (15, 8) came after the first call",
     shared_with_a_sharded_one: "parameter 'up.weight' is a DTensor already; autoshard takes plain parameters. Of models that share it",
-    gradient_of_gradients: "RuntimeError",  # torch's own; from 2.12 on it says "double backward"
+    gradient_of_gradients: "RuntimeError",  # torch's own, as the next
+    penalty_on_gradients: "RuntimeError",
 }
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.errors import StaleParameterError, UnsupportedError
+from autoshard.runtime.processes import build_mesh
 from tests.cluster import Cluster
 from tests.parity import Distance, measure, rank0_copy, see_state, sgd, whole
 from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, inputs_of, step_each
@@ -33,6 +35,46 @@ def test_shards_over_one_axis_and_replicates_over_the_other(four: Cluster) -> No
     for distance, placements, rows in four.run(on_two_axes):
         assert distance.worst <= TOLERANCE, distance
         assert placements == "(Replicate(), Shard(dim=0))" and rows in ((8, 8), (7, 8))
+
+
+def beside_another(mesh: dict[str, int] | None) -> tuple[Distance, int]:
+    """Two models in turn, which clip their gradients by groups of their meshes; how many groups of processes the second one brought."""
+    known = dist.distributed_c10d._world.pg_map
+    trained = [(*compiled_pair(config(3, mesh=mesh)), list[optim.Optimizer]()) for _ in range(2)]
+    counts, distance = list[int](), Distance()
+    for inputs in inputs_of(3):
+        for model, plain, compiled, optimizers in trained:
+            backward_beside(compiled, plain, inputs)
+            optimizers[:] = optimizers or [sgd(m.parameters()) for m in (model, plain)]
+            for m in (model, plain):
+                nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            step_each(*optimizers)
+            counts.append(len(known))
+    for model, plain, *_ in trained:
+        see_state(distance, model, plain)
+    return distance, counts[-1] - counts[0]
+
+
+@pytest.mark.parametrize("mesh", [None, {"replicate": 2, "shard": 1}])
+def test_models_share_groups_of_processes(two: Cluster, mesh: dict[str, int] | None) -> None:
+    for distance, more in two.run(beside_another, mesh):
+        assert distance.worst <= TOLERANCE, distance
+        assert more == 0
+
+
+def test_groups_of_processes_end_with_torch_s_own() -> None:
+    for _ in range(2):
+        dist.init_process_group("fake", rank=1, world_size=4)
+        try:
+            first, second = (build_mesh("cpu", (("replicate", 2), ("shard", 2))) for _ in range(2))
+            assert first == second and first.get_all_groups() == second.get_all_groups()
+            assert set(first.get_all_groups()) <= dist.distributed_c10d._world.pg_map.keys()
+            group = weakref.ref(first.get_group("shard"))
+            del first, second
+        finally:
+            dist.destroy_process_group()
+        gc.collect()
+        assert group() is None
 
 
 def apart() -> tuple[Distance, list[int]]:

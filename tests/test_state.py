@@ -299,3 +299,18 @@ def load_rows_of_rank_0(folder: str, what: str) -> str:
 def test_rows_of_another_process_are_refused(two: Cluster, tmp_path: Path, what: str) -> None:
     texts = [text for kind, text in two.answers(load_rows_of_rank_0, str(tmp_path), what) if kind == "value"]
     assert any("rows that another process saved (its place in the mesh is [0] of [2], ours is [1] of [2])" in t for t in texts)
+
+
+def assigned(zero: int) -> tuple[str, bool]:
+    """What a load says that assigns, and whether the parameters are those that the optimizer has."""
+    model, plain, compiled = compiled_pair(config(zero))
+    compiled(batch()).backward()
+    kept = list(model.parameters())
+    said = what_is_said(lambda: model.load_state_dict(plain.state_dict(), assign=True))
+    return said, all(a is b for a, b in zip(kept, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_load_that_assigns_is_refused_at_once(two: Cluster, zero: int) -> None:
+    for said, kept in two.run(assigned, zero):
+        assert kept and "(assign=True) would put another in the place of parameter 'up.weight'" in said, said

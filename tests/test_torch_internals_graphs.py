@@ -161,6 +161,11 @@ def test_is_view_tells_views_from_copies_and_writes() -> None:
     assert not any(torch_internals.is_view(op) for op in (aten.add.Tensor, aten.add_.Tensor, len))
 
 
+def test_an_op_without_a_result_is_told() -> None:
+    assert torch_internals.gives_nothing(torch.ops.aten._assert_scalar.default)
+    assert not any(map(torch_internals.gives_nothing, (torch.ops.aten.add.Tensor, torch.relu)))
+
+
 def test_share_memory_sees_views() -> None:
     x, y = torch.ones(2, 2), torch.ones(2, 2)
     assert torch_internals.share_memory([x.t()], [x]) and torch_internals.share_memory([x, x[0]], [])

@@ -28,6 +28,14 @@ def test_buffers_of_no_state_dict_are_told() -> None:
     assert torch_internals.kept_buffers(module) == [n for n in module.state_dict() if n not in ("weight", "bias")]
 
 
+def test_hooks_are_told_of_a_load_that_assigns() -> None:
+    module, found = nn.Linear(1, 1), list[bool]()
+    module.register_load_state_dict_pre_hook(lambda _, state, prefix, metadata, *rest: found.append(torch_internals.assigns(metadata)))
+    for assign in (True, False):
+        module.load_state_dict(module.state_dict(), assign=assign)
+    assert found == [True, False]
+
+
 class Wrapper(torch.optim.Optimizer):
     """As Accelerate's: an optimizer by its class alone."""
 

@@ -20,7 +20,7 @@ from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
-from autoshard.passes.costs import costs_of
+from autoshard.passes.costs import costs_of, scarce_rows
 from autoshard.passes.group_parameters import group_parameters
 from autoshard.plan import (
     COMPRESSIONS,
@@ -80,12 +80,12 @@ def make_plan(
         return choose_unshard(plan, budget, whole)
 
     if config.zero == "auto":
-        return choose_prefetch(_choose(plans, config, where, look, fit), where.budget, whole)
+        return choose_prefetch(_choose(plans, inventory, config, where, look, fit), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
     if budget is not None:
         plan = _fitted(plan, budget, fit)
-    _check_budget([plan], config, where)
+    _check_budget([plan], inventory, config, where)
     return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), budget, whole)
 
 
@@ -106,7 +106,9 @@ def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
 
 
-def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look, fit: Fit | None) -> Plan:
+def _choose(
+    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
+) -> Plan:
     """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire. What
     cannot fit is not asked about further; but for the last stage, of which it is said by how much."""
     fitting, whole = list[int](), list[int]()  # all that fit; those of them that do as they are
@@ -132,7 +134,7 @@ def _choose(plans: list[Plan], config: Config, where: Circumstances, look: Look,
         if fits(stage):
             fitting.append(stage)
     if not fitting:
-        _check_budget(plans, config, where)
+        _check_budget(plans, inventory, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
     return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
@@ -172,7 +174,7 @@ def _reason(stage: int, plan: Plan, chosen: str, budget: int | None) -> str:
     return text
 
 
-def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -> None:
+def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, where: Circumstances) -> None:
     """Fails if no plan fits; a stage that the user pinned is held to a budget only if one was said."""
     if where.budget is None or (config.zero != "auto" and config.memory_budget is None):
         return
@@ -185,11 +187,11 @@ def _check_budget(plans: Sequence[Plan], config: Config, where: Circumstances) -
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
         f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}"
         f"{' with recomputation' if least.recompute else ''}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
-        f"Cheapest fix: {_fix(least, config, where)}"
+        f"Cheapest fix: {_fix(least, inventory, config, where)}"
     )
 
 
-def _fix(least: Plan, config: Config, where: Circumstances) -> str:
+def _fix(least: Plan, inventory: Inventory, config: Config, where: Circumstances) -> str:
     assert where.budget is not None
     memory = least.predicted.memory
     if least.low_rank:
@@ -201,6 +203,8 @@ def _fix(least: Plan, config: Config, where: Circumstances) -> str:
     enough = f"a budget of {bytes_text(least.predicted.footprint)}"
     if least.world == 1:
         return f"more than one process, or {enough}"
+    if said := scarce_rows(least, inventory):
+        return f"{enough}, since more processes would not help: {said}"
     if constant < where.budget:
         processes = -(-divided * least.world // (where.budget - constant))
         return f"{processes} processes instead of {least.world}, or {enough}"
@@ -247,6 +251,8 @@ def _at_stage(
     plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
+    if said := scarce_rows(plan, inventory):
+        plan = plan.because(said)
     return predict(plan, inventory, config, where)
 
 

@@ -14,6 +14,9 @@ from autoshard.ops import wire
 from autoshard.ops.layout import Layout, goes_low_rank, layout_of, thin
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.plan import ParameterGroup, Plan
+from autoshard.units import counted
+
+SCARCE = 1.5  # times the bytes of parameters that travel
 
 
 def costs_of(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
@@ -49,6 +52,23 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         thin=sum(thin(p.shape, plan.low_rank) for p in trained if p.name in thinned),
         rows=tuple(p.looked_up * p.elements // p.shape[0] * reduced_itemsize(plan, p) for p in trained if p.name in plan.sparse),
         residue=sum(math.prod(shape) for p in trained if p.name in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
+    )
+
+
+def scarce_rows(plan: Plan, inventory: Inventory) -> str:
+    """What is to be said where half as much again travels, or more, because parameters have fewer rows than processes share; ""
+    elsewhere. So are experts that are the rows of one parameter."""
+    costs = [cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1]
+    brought, whole = sum(cost.brought for cost in costs), sum(cost.whole for cost in costs)
+    few = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1 and p.shape[0] < plan.shard_size]
+    if not few or brought < SCARCE * whole:
+        return ""
+    worst = max(few, key=lambda p: (plan.shard_size - p.shape[0]) * math.prod(p.shape[1:]))
+    rows, shard = worst.shape[0], math.gcd(worst.shape[0], plan.world)
+    mesh = f"; with mesh={{'replicate': {plan.world // shard}, 'shard': {shard}}} it is cut evenly" if shard > 1 else ""
+    return (
+        f"{worst.name} has {counted(rows, 'row', 'rows')} for {plan.shard_size} processes: {plan.shard_size - rows} hold none of it, and "
+        f"{brought / whole:.1f} times as many bytes travel as parameters have{mesh}"
     )
 
 

@@ -215,9 +215,13 @@ def inputs_at(joint: GraphModule, positions: Collection[int]) -> list[Node]:
 
 def fill_examples(gm: GraphModule) -> None:
     """Computes the fake values that are missing: torch's partitioner adds calls without, around random ops that
-    backward repeats."""
+    backward repeats; AOTAutograd those that check a size, which have none."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        if node.op != "call_function" or "val" in node.meta:
+            continue
+        if torch_internals.gives_nothing(node.target):
+            node.meta["val"] = None
+        else:
             args, kwargs = map_arg((node.args, node.kwargs), example)
             with _fake_mode(gm.graph.nodes):
                 node.meta["val"] = node.target(*args, **kwargs)

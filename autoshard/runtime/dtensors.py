@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
@@ -62,6 +63,7 @@ class _Rows(torch.autograd.Function):
         return parts
 
     @staticmethod
+    @once_differentiable  # gradients of gradients would end here, without a word
     def backward(ctx: Any, *parts: Tensor | None) -> tuple[DTensor | None, ...]:
         return tuple(None if part is None else whole(part) for part, whole in zip(parts, ctx.wholes))
 

@@ -116,10 +116,11 @@ class ModelState:
         for member in members_of(self.model):
             member.__dict__[ATTRIBUTE] = self
         self.ids = names_of(self.model)
-        if not self.plan.leaves_alone:
-            _live.add(self)
+        if self.plan.leaves_alone:
+            return
+        _live.add(self)
         for module in self.model.modules():
-            if any(isinstance(p, DTensor) for p in module._parameters.values()):
+            if module._parameters:
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
 
     def noting_parameters(
@@ -267,16 +268,25 @@ def _state_with(parameter: nn.Parameter) -> ModelState | None:
 
 
 def _scatter_loaded(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, missing: list[str], *_: Any
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, _strict: bool, missing: list[str], *_: Any
 ) -> None:
-    """Plain full tensors of a loaded state dict become shards like the parameters that they go to, with rank 0's values."""
+    """Plain full tensors of a loaded state dict become shards like the parameters that they go to, with rank 0's values.
+    UnsupportedError where they are to take the place of parameters, since optimizers would go on with the old ones."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if not isinstance(parameter, DTensor) or value is None:
+        if parameter is None or value is None:
+            continue
+        state = _state_with(parameter)
+        if state is not None and torch_internals.assigns(metadata):
+            raise UnsupportedError(
+                f"load_state_dict(assign=True) would put another in the place of parameter {prefix + name!r}, and optimizers would "
+                "go on with the old one; legal after the first call: load_state_dict(assign=False)"
+            )
+        if not isinstance(parameter, DTensor):
             continue
         refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
-            if (state := _state_with(parameter)) is not None:
+            if state is not None:
                 state.come_to_load(state.ids[id(parameter)], missing)
             state_dict[prefix + name] = distribute_tensor(
                 value.to(parameter.device), parameter.device_mesh, parameter.placements
