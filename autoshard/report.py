@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.passes.group_parameters import WHOLE
 from autoshard.passes.manager import PassRun
 from autoshard.plan import Plan
 from autoshard.units import bytes_text, counted
@@ -119,7 +120,8 @@ def _groups_table(plan: Plan) -> Table:
     table.add_column("parameter group", overflow="fold")
     for column in ("x", "tensors", "degrees p/g/o"):
         table.add_column(column, justify="right", no_wrap=True)
-    shown = ((g.name, (str(len(g.parameters)), str(g.degrees), g.ranks)) for g in plan.groups)
+    blocks_together = sorted(plan.groups, key=lambda g: g.name != WHOLE)
+    shown = ((g.name, (str(len(g.parameters)), str(g.degrees), g.ranks)) for g in blocks_together)
     for names, (tensors, degrees, ranks) in _folded(shown):
         where = f" on ranks {','.join(map(str, ranks))}" if ranks else ""
         table.add_row(_span(names) + where, str(len(names)), tensors, degrees)

@@ -45,10 +45,10 @@ def test_impossible_degrees_are_refused(degrees: tuple[int, int, int]) -> None:
 def test_groups_follow_blocks_and_order_of_use() -> None:
     plan = make_plan(_blocks(), Config(zero=3), _where())
     assert [g.name for g in plan.groups] == [
-        "replicated", "embed", "layers.0", "layers.1", "layers.2", "layers.3",
+        "embed", "layers.0", "layers.1", "layers.2", "layers.3", "replicated",
     ]  # fmt: skip
-    assert plan.groups[0].parameters == ("norm.weight",)
-    assert str(plan.groups[0].degrees) == "1/1/1"
+    assert plan.groups[-1].parameters == ("norm.weight",)
+    assert str(plan.groups[-1].degrees) == "1/1/1"
 
 
 def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:

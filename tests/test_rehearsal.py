@@ -58,9 +58,9 @@ class Deep(nn.Module):
     """Blocks enough to be traced once; one of them is called another way. breaks: the graph ends behind the first. around, inside:
     where activation checkpointing is."""
 
-    def __init__(self, breaks: bool = False, around: bool = False, inside: bool = False, blocks: int = 9) -> None:
+    def __init__(self, breaks: bool = False, around: bool = False, inside: bool = False) -> None:
         super().__init__()
-        self.layers, self.breaks, self.around = nn.ModuleList(Block(inside) for _ in range(blocks)), breaks, around
+        self.layers, self.breaks, self.around = nn.ModuleList(Block(inside) for _ in range(9)), breaks, around
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = (x > 0).float()
@@ -147,8 +147,22 @@ class Checkpointed(Blocks):
         return torch.utils.checkpoint.checkpoint(super().forward, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class Alike(nn.Module):
+    """More blocks than have to be alike, the first and the last of which are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(11))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(x)
+        for layer in self.layers:
+            x, _ = layer(x, {"mask": mask})
+        return x.square().mean()
+
+
 def test_a_block_that_saves_something_else_is_not_traced_again() -> None:
-    model = Deep(blocks=11)
+    model = Alike()
     captured, plan, known = capture(model, torch.randn(4, 8)), plan_for(model, 3), Known()
     prepare(captured, plan, False, known=known)
     traced = {*known.joints}

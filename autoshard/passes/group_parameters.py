@@ -17,14 +17,15 @@ def group_parameters(
     """(name, parameters, may be sharded) in the order of first use. stacks: see [Note: Stacks].
 
     Parameters of one block form a group even if others come between; those of no block form a group with
-    their neighbours. What is too small or cannot be cut (no rows) is one group of whole parameters. It comes
-    first although its uses are spread: it has no gather, and its one reduction, complete only when backward is,
-    must be the last of all.
+    their neighbours. What is too small or cannot be cut (no rows) is one group of whole parameters, whose uses are
+    spread: it has no gather, and its one reduction is complete when backward comes to what forward used first of it.
     """
     cut = [p for p in inventory.parameters if _can_cut(p, replicate_below)]
     whole = tuple(p for p in inventory.parameters if not _can_cut(p, replicate_below))
     groups = [(name, tuple(members), True) for name, members in _by_block(cut, stacks).items()]
-    return ([(WHOLE, whole, False)] if whole else []) + groups
+    groups += [(WHOLE, whole, False)] if whole else []
+    place = {p.name: i for i, p in enumerate(inventory.parameters)}
+    return sorted(groups, key=lambda group: place[group[1][0].name])
 
 
 def _can_cut(p: ParameterInfo, replicate_below: int) -> bool:
