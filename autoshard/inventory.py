@@ -87,7 +87,7 @@ def rows_looked_up(gm: GraphModule, inputs: Sequence[object]) -> dict[int, int]:
     """Of each parameter among a graph's inputs that is looked up in once and not used otherwise, how many rows; by id."""
     places = gm.graph.find_nodes(op="placeholder")
     found = {id(x): _lookup(place) for place, x in zip(places, inputs) if isinstance(x, nn.Parameter)}
-    return {key: _count(lookup.args[0]) for key, lookup in found.items() if lookup is not None}
+    return {key: _count(_indices(lookup)) for key, lookup in found.items() if lookup is not None}
 
 
 def _lookup(weight: Node) -> Node | None:
@@ -96,8 +96,13 @@ def _lookup(weight: Node) -> Node | None:
         return None
     (user,) = weight.users
     if user.target is torch.nn.functional.embedding:
-        return user if user.args[:1] != (weight,) and not (user.kwargs.get("sparse") or True in user.args[5:]) else None
+        return user if _indices(user) is not weight and not (user.kwargs.get("sparse") or True in user.args[5:]) else None
     return _lookup(user) if user.all_input_nodes == [weight] else None
+
+
+def _indices(lookup: Node) -> Any:
+    """What it looks up, which may be given by name."""
+    return lookup.args[0] if lookup.args else lookup.kwargs["input"]
 
 
 def _count(indices: Any) -> int:

@@ -175,6 +175,19 @@ def test_only_what_is_looked_up_once_and_whole_everywhere() -> None:
         replace(planned(), compression="bf16")
 
 
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(3000, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(input=tokens, weight=self.words).square().mean()
+
+
+def test_what_is_looked_up_may_be_given_by_name() -> None:
+    assert autoshard.plan(ByName(), torch.zeros(2, 8, dtype=torch.long), config(0), HOSTS).sparse == ("words",)
+
+
 def test_the_rows_of_the_last_gradients_come_last() -> None:
     """Behind all reductions but that of small parameters, whose place in the plan is the first."""
     made = rehearse(capture(Words(), torch.zeros(2, 8, dtype=torch.long)), forced(), inductor=False)
