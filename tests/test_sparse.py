@@ -188,13 +188,30 @@ def test_what_is_looked_up_may_be_given_by_name() -> None:
     assert autoshard.plan(ByName(), torch.zeros(2, 8, dtype=torch.long), config(0), HOSTS).sparse == ("words",)
 
 
-def test_the_rows_of_the_last_gradients_come_last() -> None:
-    """Behind all reductions but that of small parameters, whose place in the plan is the first."""
-    made = rehearse(capture(Words(), torch.zeros(2, 8, dtype=torch.long)), forced(), inductor=False)
+class Normed(Words):
+    """Whose small parameters are first used behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor, use: Use = "looked up") -> Tensor:
+        return (self.norm(self.words(tokens)) @ self.tied.weight.t()).square().mean()
+
+
+def _reductions(model: nn.Module, plan: Plan) -> list[str]:
+    made = rehearse(capture(model, torch.zeros(2, 8, dtype=torch.long)), plan, inductor=False)
     assert made.backward is not None
-    order = [str(n.args[4]) if graphs.is_call(n, graphs.REDUCE_SPARSE) else "sum" for n in made.backward.graph.nodes
-             if graphs.is_call(n, graphs.REDUCE_SPARSE) or graphs.reduces(n)]  # fmt: skip
-    assert order == ["sum", "places.weight", "words.weight"], order
+    found = (n for n in made.backward.graph.nodes if graphs.is_call(n, graphs.REDUCE_SPARSE) or graphs.reduces(n))
+    return [str(n.args[4]) if graphs.is_call(n, graphs.REDUCE_SPARSE) else "sum" for n in found]
+
+
+def test_the_rows_of_the_last_gradients_come_last() -> None:
+    """Behind all reductions, that of small parameters too."""
+    assert _reductions(Words(), forced()) == ["sum", "places.weight", "words.weight"]
+    small = autoshard.plan(Normed(), torch.zeros(2, 8, dtype=torch.long), config(0, replicate_below="auto"), HOSTS)
+    assert [g.name for g in small.groups] == ["words", "replicated"]
+    assert _reductions(Normed(), small) == ["sum", "words.weight"]
     whole = rehearse(capture(Words(), torch.zeros(2, 8, dtype=torch.long)), replace(planned(), sparse=()), inductor=False)
     assert whole.backward is not None and not graphs.calls(whole.backward, graphs.REDUCE_SPARSE)
 
