@@ -8,8 +8,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts some that compile for it
 
 import pytest
+from hypothesis import settings
 
 from tests.cluster import Cluster
+
+settings.register_profile("untimed", deadline=None)  # other work on a machine fails no test
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

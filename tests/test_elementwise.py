@@ -221,7 +221,7 @@ def strided(shape: Sequence[int], kind: str, dtype: torch.dtype, seed: int) -> T
     return random(shape, dtype, seed)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), shape=SHAPES, dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
 def test_any_graph_gives_what_torch_gives(data: st.DataObject, shape: list[int], dtype: torch.dtype) -> None:
     steps = data.draw(st.lists(st.sampled_from([*UNARY, *BINARY, *ROWS, *VIEWS]), min_size=2, max_size=8), "steps")

@@ -50,7 +50,7 @@ def given_gradients(parameters: list[nn.Parameter], step: int) -> None:
         p.grad = torch.randn(p.shape, generator=random, dtype=torch.float64).to(p.dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(1, 6), max_size=4), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.1]),
@@ -74,7 +74,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torc
 
 
 @needs_triton
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     st.lists(st.one_of(st.just((18, 144)), st.just((2, 17, 130)), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=3),
     st.sampled_from(list(ROUNDING)),

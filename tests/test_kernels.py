@@ -76,7 +76,7 @@ def worst(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> float:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(data=st.data(), lengths=LENGTHS, dtype=DTYPES, scale=st.sampled_from([1.0, 8.0]))
 def test_kernels_step_as_torch_does_in_float64(
     kind: type[optim.Optimizer], data: st.DataObject, lengths: list[int], dtype: torch.dtype, scale: float
