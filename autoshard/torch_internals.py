@@ -77,6 +77,7 @@ __all__ = [
     "group_named",
     "guard_parameters",
     "has_step_hooks",
+    "hooks_of",
     "ignore_messages_given_once",
     "inductor_alone",
     "inner_inductor",
@@ -319,6 +320,12 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 def kept_buffers(module: torch.nn.Module) -> list[str]:
     """The names of a module's own buffers that are in its state dict. Seen: 2.11, 2.13."""
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """What was registered to run around this module's forward and backward. Seen: 2.11, 2.13."""
+    kinds: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+    return [hook for hooks in kinds for hook in hooks.values()]
 
 
 def within_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from tests.cluster import Cluster
@@ -76,6 +77,32 @@ def trained_as_it_was() -> None:
 def test_what_is_not_compiled_is_refused(two: Cluster, case: Any) -> None:
     for said in two.run(what_is_said, case):
         assert "was called outside of any compiled graph" in said
+
+
+class BreaksInCheckpoint(nn.Module):
+    """torch runs a checkpoint without Dynamo where that cannot trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def region(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.second(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.region, self.first(x), use_reentrant=False).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def breaks_in_checkpoint() -> None:
+    _, _, compiled = compiled_pair(config(3), BreaksInCheckpoint)
+    compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+
+
+def test_a_checkpoint_that_breaks_is_refused_by_name(two: Cluster) -> None:
+    for said in two.run(what_is_said, breaks_in_checkpoint):
+        assert "a Linear that autoshard trains was called outside of any compiled graph" in said
+        assert "a graph break inside of torch.utils.checkpoint" in said
 
 
 def inside_gathered() -> list[float]:

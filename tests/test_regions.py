@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, numbers: Sequence[int] = range(12)) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList(Block(i) for i in range(12))
+        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList(Block(i) for i in numbers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -96,6 +97,36 @@ def _train(folder: Path) -> tuple[Distance, list[int]]:
     distance = measure_case(case, config("auto", dump_dir=folder), steps=4)
     records = map(json.loads, (folder / f"rank{dist.get_rank()}" / "passes.jsonl").read_text().splitlines())
     return distance, [r["ops"].get(str(REGION), 0) for r in records if r["pass"] == "inline_regions"]
+
+
+def _frozen() -> nn.Module:
+    stack = Stack([0] * 12)
+    for module in (stack.embed, stack.blocks[0]):
+        module.requires_grad_(False)
+    return stack
+
+
+def _without_a_norm() -> nn.Module:
+    stack = Stack()
+    stack.blocks[0].norm = nn.Identity()  # type: ignore[assignment]
+    return stack
+
+
+def _hooked() -> nn.Module:
+    stack = Stack()
+    stack.blocks[4].norm.register_forward_hook(lambda module, given, out: out * 3)  # type: ignore[operator, union-attr]
+    return stack
+
+
+def _apart(build: Callable[[], nn.Module]) -> Distance:
+    return measure_case(Case(build, _batch, loss=lambda out: out), config(3), steps=2)
+
+
+@pytest.mark.parametrize("build", [_frozen, _without_a_norm, _hooked])
+def test_a_block_does_not_stand_for_one_that_differs(two: Cluster, build: Callable[[], nn.Module]) -> None:
+    """What torch does not look at: whether parameters are trained, what a module is that was not asked for anything, hooks."""
+    for distance in two.run(_apart, build):
+        assert distance.worst <= TOLERANCE, distance
 
 
 @pytest.mark.full

@@ -246,6 +246,19 @@ def test_alike_modules_are_traced_once() -> None:
     assert len(bodies) == 1
 
 
+def test_hooks_of_a_module_are_found() -> None:
+    module, hooks = nn.Linear(2, 2), [lambda *_: None for _ in range(4)]
+    register: list[Any] = [
+        module.register_forward_pre_hook,
+        module.register_forward_hook,
+        module.register_full_backward_pre_hook,
+        module.register_full_backward_hook,
+    ]
+    for one, hook in zip(register, hooks):
+        one(hook)
+    assert torch_internals.hooks_of(module) == hooks and not torch_internals.hooks_of(nn.Linear(2, 2))
+
+
 def test_a_trace_leaves_sizes_open_and_says_what_it_took_for_granted() -> None:
     found = []
 

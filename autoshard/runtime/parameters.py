@@ -114,7 +114,8 @@ def _refuse_outside(module: nn.Module) -> None:
             f"a {type(module).__name__} that autoshard {'trains' if trained else 'sharded'} was called outside of any "
             "compiled graph. Call what torch.compile returned, or compile in place with model.compile(backend=...); for "
             "generate or evaluation in eager enter `with autoshard.gathered(model):` on all processes. If Dynamo gave up "
-            "compiling it (Dynamo's recompile_limit), see TORCH_LOGS=recompiles,graph_breaks"
+            "compiling it (at its recompile_limit, or at a graph break inside of torch.utils.checkpoint, all of which torch then runs "
+            "without Dynamo), see TORCH_LOGS=recompiles,graph_breaks"
         )
 
 

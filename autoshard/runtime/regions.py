@@ -4,6 +4,10 @@
 and traces it too where that does not hold. What a block may not do in a region (break the graph, change what lies outside of
 it) can fail a whole compilation, so a job has regions only in its first trace on shards, and only where a capture of the
 same call had them. A class whose forward asks at each trace, unguarded, lets go of them without a recompilation.
+
+torch does not check everything (seen on 2.13): not whether a DTensor is trained, nor a module's hooks, nor its class where the first
+trace found nothing to ask of it (nn.Identity in the place of a norm). A block that is frozen would stand for those behind it,
+which then get no gradients. So blocks that differ in these have regions of their own.
 """
 
 from __future__ import annotations
@@ -35,12 +39,20 @@ def make_regions(model: nn.Module, least: int, stacks: Collection[str] = ()) -> 
     stacked = {modules.get(name) for name in stacks}
     blocks = dict.fromkeys(block for several in lists for block in several if block not in stacked)
     regions = Regions()
-    classes = {cls: _region_class(cls, regions) for cls in dict.fromkeys(map(type, blocks))}
+    kinds = {block: _kind(block) for block in blocks}
+    classes = {kind: _region_class(kind[0], regions) for kind in dict.fromkeys(kinds.values())}
     if not all(classes.values()):
         return None
-    for block in blocks:
-        block.__class__ = classes[type(block)]  # type: ignore[assignment]
+    for block, kind in kinds.items():
+        block.__class__ = classes[kind]  # type: ignore[assignment]
     return regions if blocks else None
+
+
+def _kind(block: nn.Module) -> tuple[type[nn.Module], tuple[Any, ...], tuple[Any, ...]]:
+    """What blocks of one region have alike: see [Note: Regions]."""
+    modules = tuple((name, type(m), *map(id, torch_internals.hooks_of(m))) for name, m in block.named_modules())
+    trained = tuple((name, p.requires_grad) for name, p in block.named_parameters(remove_duplicate=False))
+    return type(block), modules, trained
 
 
 def _region_class(cls: Any, regions: Regions) -> type[nn.Module] | None:
