@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import socket
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT = 240.0  # seconds that one task may take
+COLLECT_EVERY = 8  # tasks: it goes through all that was imported, for a quarter of a second
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "vit", "t5")]
 IMPORTED = ["torch._inductor.compile_fx", "autoshard", "tests.parity", *MODELS]  # once, for all that are started
 
@@ -41,14 +43,17 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    while (task := pipe.recv()) is not None:
+    for number in itertools.count(1):
+        if (task := pipe.recv()) is None:
+            return
         answer = _answer(*task)
         pipe.send(answer)
         if answer[0] == "error":
             time.sleep(1)  # for others to read what it has said
             return  # who waits for it in a collective loses it
         torch.compiler.reset()
-        gc.collect()
+        if number % COLLECT_EVERY == 0:
+            gc.collect()
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:

@@ -38,7 +38,7 @@ def found(options: dict[str, Any], of_its_own: str) -> tuple[str, bool]:
         ({}, "", "all parameters at once"),
         ({"fuse_optimizer": False}, "", "on rows, by torch"),
         in_full({"fuse_optimizer": False}, "fuse", "all parameters at once"),
-        ({}, "foreach", "on rows, by torch"),
+        in_full({}, "foreach", "on rows, by torch"),
         ({}, "hook", "by torch"),
     ],
 )

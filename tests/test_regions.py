@@ -20,7 +20,7 @@ from autoshard.runtime.regions import make_regions
 from tests.cluster import Cluster
 from tests.models import Batch, Case
 from tests.parity import Distance, measure_case
-from tests.small import TOLERANCE, config
+from tests.small import TOLERANCE, config, in_full
 
 needs_regions = pytest.mark.skipif(
     torch_internals.traced_once(nn.Linear.forward) is None, reason="Dynamo traces every call before torch 2.13"
@@ -122,7 +122,7 @@ def _apart(build: Callable[[], nn.Module]) -> Distance:
     return measure_case(Case(build, _batch, loss=lambda out: out), config(3), steps=2)
 
 
-@pytest.mark.parametrize("build", [_frozen, _without_a_norm, _hooked])
+@pytest.mark.parametrize("build", [_frozen, _without_a_norm, in_full(_hooked)])
 def test_a_block_does_not_stand_for_one_that_differs(two: Cluster, build: Callable[[], nn.Module]) -> None:
     """What torch does not look at: whether parameters are trained, what a module is that was not asked for anything, hooks."""
     for distance in two.run(_apart, build):

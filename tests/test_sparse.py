@@ -102,7 +102,7 @@ def distance(
 LOOKED_UP: list[Use] = ["looked up", "looked up"]
 SEEN: list[tuple[list[int], list[Use], int]] = [
     ([8, 8], LOOKED_UP, 4),
-    ([5, 31], LOOKED_UP, 4),
+    in_full([5, 31], LOOKED_UP, 4),
     ([5, 150], LOOKED_UP, 3),  # together more places than there are
     ([5, 8], ["looked up", "and summed"], 3),
 ]
