@@ -6,6 +6,8 @@ import copy
 import json
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoshard import torch_internals
+from autoshard.capture import capture
 from autoshard.passes.inline_regions import REGION
 from autoshard.runtime.regions import make_regions
 from tests.cluster import Cluster
@@ -118,11 +121,43 @@ def _hooked() -> nn.Module:
     return stack
 
 
+class InModes(Stack):
+    """Whose first blocks are called in another mode than the others."""
+
+    def __init__(self, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__([0] * 12)
+        self.mode = mode
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        with self.mode():
+            for block in self.blocks[:3]:
+                x, y = block(x)
+        for block in self.blocks[3:]:
+            x, y = block(x.float())
+        return x.pow(2).mean() + y.sum()
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("mode", "as_they_are"), [(torch.no_grad, lambda t: t.requires_grad), (_autocast, lambda t: t.dtype)])
+def test_a_block_does_not_stand_for_one_in_another_mode(mode: Any, as_they_are: Callable[[Tensor], Any]) -> None:
+    tokens = torch.randint(16, (2, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        found = [capture(InModes(mode), tokens).graph]
+        patch.setattr("autoshard.capture.REPEATED", 100)
+        found.append(capture(InModes(mode), tokens).graph)
+    ours, theirs = ([as_they_are(n.meta["example_value"]) for n in gm.graph.nodes if n.target is nn.functional.linear] for gm in found)
+    assert ours == theirs and len(set(ours)) == 2
+
+
 def _apart(build: Callable[[], nn.Module]) -> Distance:
     return measure_case(Case(build, _batch, loss=lambda out: out), config(3), steps=2)
 
 
-@pytest.mark.parametrize("build", [_frozen, _without_a_norm, in_full(_hooked)])
+@pytest.mark.parametrize("build", [_frozen, _without_a_norm, in_full(_hooked), partial(InModes, torch.no_grad), in_full(partial(InModes, _autocast))])
 def test_a_block_does_not_stand_for_one_that_differs(two: Cluster, build: Callable[[], nn.Module]) -> None:
     """What torch does not look at: whether parameters are trained, what a module is that was not asked for anything, hooks."""
     for distance in two.run(_apart, build):

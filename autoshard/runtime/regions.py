@@ -7,7 +7,8 @@ same call had them. A class whose forward asks at each trace, unguarded, lets go
 
 torch does not check everything (seen on 2.13): not whether a DTensor is trained, nor a module's hooks, nor its class where the first
 trace found nothing to ask of it (nn.Identity in the place of a norm). A block that is frozen would stand for those behind it,
-which then get no gradients. So blocks that differ in these have regions of their own.
+which then get no gradients. So blocks that differ in these have regions of their own. Nor does it look at modes: a block that is called in
+no_grad, or in autocast, would stand for those behind it. One that is called in other modes than the first is no region.
 """
 
 from __future__ import annotations
@@ -26,9 +27,22 @@ from autoshard.runtime.parameters import named_alike, with_own_code
 
 @dataclass(eq=False)
 class Regions:
-    """on: whether traces to come find the blocks of a model as regions."""
+    """on: whether traces to come find the blocks of a model as regions. modes: that the first block was called in."""
 
     on: bool = True
+    modes: str = ""
+
+    def wanted(self) -> bool:
+        """Whether the block that is traced now is to be one."""
+        modes = _modes()
+        self.modes = self.modes or modes
+        return self.on and modes == self.modes
+
+
+def _modes() -> str:
+    """What a trace depends on besides what it is given."""
+    casts = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {torch.get_default_dtype()} {casts}"
 
 
 def make_regions(model: nn.Module, least: int, stacks: Collection[str] = ()) -> Regions | None:
@@ -69,7 +83,7 @@ def _region_class(cls: Any, regions: Regions) -> type[nn.Module] | None:
 def _forward(inner: Callable[..., Any], region: Callable[..., Any], regions: Regions) -> Callable[..., Any]:
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def wanted() -> bool:
-        return regions.on
+        return regions.wanted()
 
     @functools.wraps(inner)
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
