@@ -194,7 +194,7 @@ def _preamble() -> str:
         "# Step time and memory against DDP, FSDP2 and DeepSpeed\n\n"
         "Written by `python bench/run.py`; the figures are in bench/results/step_time*.json.\n\n"
         "4 x 128 tokens a rank, AdamW, gradients clipped to norm 1. Contenders take turns, two steps each, of which the second is timed "
-        "(a job's connections are never idle, on which TCP would begin slowly; figures up to 2026-11-26 are of single steps, of which the "
+        "(a job's connections are never idle, on which TCP would begin slowly; figures up to 2026-11-25 are of single steps, of which the "
         "first of a project's found such ones: autoshard0 and autoshard_auto have one plan), "
         f"in rounds that are timed after {WARM_UP} others; a step's time is that of the slowest rank, a ratio is the "
         "median of the rounds' own ratios (at the targets also the middle half of them). `compute` is the "
