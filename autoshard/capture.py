@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,14 +24,11 @@ from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
-from autoshard.passes.choose_blocks import choose_stacks
 from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.inline_regions import inline_regions
-from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.runtime.accumulation import Accumulation
-from autoshard.runtime.regions import make_regions
 from autoshard.runtime.shard import show_as_sharded
-from autoshard.torch_internals import FakeTensorMode, ThroughDynamo, TorchDynamoException, Tracing
+from autoshard.torch_internals import FakeTensorMode, ThroughDynamo, Tracing
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Capture:
     """A model's first graph, of fake tensors.
 
     parameters, buffers: the names of graph inputs that are these, by position. tracing: where more can be traced of it.
-    open: the sizes that the graph leaves open. regions: whether blocks that repeat were traced once.
+    open: the sizes that the graph leaves open.
     """
 
     inventory: Inventory
@@ -49,10 +46,6 @@ class Capture:
     buffers: dict[int, str]
     tracing: Tracing
     open: Open = field(default_factory=Open)
-    regions: bool = False
-
-
-REPEATED = OutlineBlocks.least
 
 
 class _Captured(ThroughDynamo):
@@ -97,7 +90,7 @@ def capture_call(
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
         (args, kwargs), opened = leave_open((args, kwargs)) if open else ((args, kwargs), [])
         show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
-        found = _with_regions(shadow, args, kwargs, opened) or _trace(shadow, args, kwargs, opened)
+        found = _trace(shadow, args, kwargs, opened)
     if found is None:
         raise UnsupportedError(
             f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
@@ -105,10 +98,8 @@ def capture_call(
     return found
 
 
-def _trace(
-    shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened], whole: bool = False
-) -> Capture | None:
-    """The first graph that Dynamo gives; whole: an error if that is not all of it."""
+def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened]) -> Capture | None:
+    """The first graph that Dynamo gives."""
 
     def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         raise _Captured(gm, inputs, Tracing.here())
@@ -116,27 +107,10 @@ def _trace(
     torch_internals.ignore_messages_given_once()
     try:
         # other sizes as they are: Dynamo would take for open what differs from an earlier trace of the same code
-        torch.compile(shadow, backend=read, fullgraph=whole, dynamic=False)(*args, **kwargs)
+        torch.compile(shadow, backend=read, dynamic=False)(*args, **kwargs)
     except _Captured as captured:
         return _captured(shadow, captured, opened)
     return None
-
-
-def _with_regions(
-    shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened]
-) -> Capture | None:
-    """The graph, blocks that repeat traced once; None where that is not to be had (a block that writes to something, a
-    graph break), which a trace without regions tells better."""
-    regions = make_regions(shadow, REPEATED, choose_stacks(take_inventory(shadow, ())))
-    if regions is None:
-        return None
-    try:
-        found = _trace(shadow, args, kwargs, opened, whole=True)
-        return found and replace(found, regions=True)
-    except TorchDynamoException:
-        return None
-    finally:
-        regions.on = False
 
 
 def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) -> Capture:

@@ -4,9 +4,8 @@
 a plan. Then the model is sharded in place, and traced on shards; that graph, and all later ones, are compiled. After the
 agreement nothing in compilation communicates, because recompiles may happen on one process alone.
 
-A module's first graph is captured before Dynamo traces the module itself (`before_trace`), from a copy without values, in
-which blocks that repeat are traced once. What cannot be captured, a function or blocks that are compiled one by one, is
-traced whole, and once more on shards.
+A module's first graph is captured before Dynamo traces the module itself (`before_trace`), from a copy without values. What cannot be
+captured, a function or blocks that are compiled one by one, is traced whole, and once more on shards.
 """
 
 from __future__ import annotations
@@ -211,8 +210,6 @@ class Backend:
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases, collectives=collectives)
         with self._phases.phase("compile", "in all so far"):
             run = giving_leaves(compilation.compile(gm, inputs), inputs)
-        if state and state.regions:
-            state.regions.on = False  # see [Note: Regions]
         positions = tuple(context.parameters)
         if state is None or (plan.leaves_alone and not positions):
             return run

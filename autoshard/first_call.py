@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from autoshard.capture import REPEATED, Capture, capture_call
+from autoshard.capture import Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
@@ -54,7 +54,6 @@ from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.meetings import Meetings
 from autoshard.runtime.presence import Patience
-from autoshard.runtime.regions import make_regions
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.shared_memory import refuse_shared_memory
@@ -95,11 +94,6 @@ class FirstGraph:
         inside = graphs.in_transforms(capture.graph)
         transformed = tuple(name for node, name in whole.items() if node in inside)
         return FirstGraph(capture.inventory, _written(capture.graph, whole), capture, transformed)
-
-    @property
-    def traced_once(self) -> bool:
-        """Whether Dynamo went once through blocks that repeat."""
-        return self.capture is not None and self.capture.regions
 
     def refuse_writes(self) -> None:
         """On a shard they would be lost."""
@@ -160,7 +154,6 @@ class FirstCall:
         state = ModelState(self.model, plan, self.world, self.topic, fuses=self.config.fuse_optimizer == "auto", early=self._early(plan))
         if not plan.leaves_alone:
             self._shard(state)
-            state.regions = make_regions(self.model, REPEATED, plan.stacks) if plan.regions else None
         if device_of(self.model).type == "cpu" and keep_freed_memory():
             self.phases.say("           [dim]this process keeps what it frees, for the next step[/]")
         state.attach()
@@ -231,8 +224,7 @@ class FirstCall:
             config = replace(config, replicate_below=0)
         config = _without_nodes(config, [s["_host"] for s in statements], where.cluster.per_node)
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit))
-        plan = warned_of_rounding(plan, [s["_arithmetic"] for s in statements])
-        return replace(plan, regions=plan.regions or self.graph.traced_once)
+        return warned_of_rounding(plan, [s["_arithmetic"] for s in statements])
 
     def _chooses(self) -> bool:
         """Whether something depends on how much a step takes: nothing is simulated for its own sake here."""

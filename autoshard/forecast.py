@@ -72,7 +72,7 @@ class Forecaster:
         key = _key(plan)
         if key not in self._predicted:
             self._predicted[key] = self._predict(plan)
-        return replace(plan, predicted=replace(plan.predicted, **self._predicted[key]), regions=self.captured.regions)
+        return replace(plan, predicted=replace(plan.predicted, **self._predicted[key]))
 
     def _predict(self, plan: Plan) -> dict[str, Any]:
         """What is predicted of a step, by the prediction's names for it."""

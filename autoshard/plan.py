@@ -172,7 +172,6 @@ class Plan:
     stacks: modules under a number that are no blocks, since blocks are in them; see [Note: Stacks] in passes/choose_blocks.py.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
-    regions: blocks that repeat can be traced once for all of them.
     covered: share of the model's elements that the captured graph held. why: the decisions, in words.
     """
 
@@ -195,7 +194,6 @@ class Plan:
     buffers: str = "broadcast"
     stacks: tuple[str, ...] = ()
     recompute: tuple[tuple[str, str], ...] = ()
-    regions: bool = False
     covered: float = 1.0
     predicted: Prediction = field(default_factory=Prediction, compare=False)
     why: tuple[str, ...] = field(default=(), compare=False)
@@ -206,7 +204,7 @@ class Plan:
             if getattr(self, name) not in legal:
                 said = ", ".join(value or "''" for value in legal)
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: {said}")
-        for name in ("direct", "direct_sums", "early", "regions"):
+        for name in ("direct", "direct_sums", "early"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: true, false")
         for name, (least, what) in _LEAST.items():
@@ -340,6 +338,7 @@ class Plan:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
                 raise PlanError(f"plan: this file is of another format; legal: {FORMAT}")
+            data.pop("regions", None)  # of files from before 2026-11-26: whether blocks were traced once, which none is now
             return _from_dict(data)
         except PlanError:
             raise

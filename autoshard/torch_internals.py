@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import itertools
 import logging
 import os
 import re
@@ -31,7 +29,6 @@ from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what t
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
     TensorifyScalarRestartAnalysis,  # seen: 2.11, 2.13; Dynamo lets it through from a backend and traces again
-    TorchDynamoException,  # seen: 2.11, 2.13; what Dynamo raises of code that it cannot trace
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -56,7 +53,6 @@ __all__ = [
     "OptimizedModule",
     "RandomCall",
     "ThroughDynamo",
-    "TorchDynamoException",
     "Tracing",
     "add_to_each",
     "assigns",
@@ -77,7 +73,6 @@ __all__ = [
     "group_named",
     "guard_parameters",
     "has_step_hooks",
-    "hooks_of",
     "ignore_messages_given_once",
     "inductor_alone",
     "inner_inductor",
@@ -320,12 +315,6 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 def kept_buffers(module: torch.nn.Module) -> list[str]:
     """The names of a module's own buffers that are in its state dict. Seen: 2.11, 2.13."""
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-
-
-def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """What was registered to run around this module's forward and backward. Seen: 2.11, 2.13."""
-    kinds: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
-    return [hook for hooks in kinds for hook in hooks.values()]
 
 
 def within_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -575,59 +564,6 @@ def share_memory(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     sense too. Seen: 2.11, 2.13."""
     taken = list(map(storage_of, results))
     return len(set(taken)) < len(taken) or bool(set(taken) & set(map(storage_of, others)))
-
-
-def traced_once(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`forward` such that Dynamo traces it once for all modules that are alike, and calls that graph for each; what may
-    differ between them it checks. None where Dynamo would trace every call. Seen: 2.13; not in 2.11."""
-    mark: Any = torch.compiler.nested_compile_region
-    if "max_reuse_entries" not in inspect.signature(mark).parameters:
-        return None
-
-    def region(module: torch.nn.Module, form: str, *flat: Any) -> Any:
-        args, kwargs = _from_flat(form, flat)
-        return forward(module, *args, **kwargs)
-
-    # torch marks the function that it is given, and looks graphs up by its code, which must be nobody else's
-    region.__code__ = region.__code__.replace(co_name=f"region {next(_REGIONS)}")
-    marked: Callable[..., Any] = mark(region, max_reuse_entries=sys.maxsize)
-
-    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return marked(module, *_to_flat(args, kwargs))
-
-    return called
-
-
-def _to_flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments in a row behind their form, since what Dynamo finds in tuples and keywords it compares much more slowly."""
-    form: list[str] = []
-    flat: list[Any] = []
-    for name, value in (*(("", a) for a in args), *kwargs.items()):
-        if type(value) is tuple:
-            form.append(f"{name}:{len(value)}")
-            flat.extend(value)
-        else:
-            form.append(f"{name}:")
-            flat.append(value)
-    return [" ".join(form), *flat]
-
-
-def _from_flat(form: str, flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    at = 0
-    for part in form.split():
-        name, count = part.split(":")
-        value = flat[at] if count == "" else tuple(flat[at : at + int(count)])
-        at += 1 if count == "" else int(count)
-        if name:
-            kwargs[name] = value
-        else:
-            args.append(value)
-    return args, kwargs
-
-
-_REGIONS = itertools.count()
 
 
 def leave_open(tensor: torch.Tensor, dimension: int) -> None:

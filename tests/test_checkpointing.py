@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks enough to be traced once, with a region around each or inside of it."""
+    """Blocks enough to be graphs of their own, with a region around each or inside of it."""
 
     def __init__(self, around: str, inside: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_regions_are_honoured(two: Cluster, zero: int, kind: str, codegen: str) 
 
 
 @pytest.mark.parametrize(("around", "inside"), [("plain", "none"), ("none", "plain"), in_full("plain", "plain")])
-def test_regions_are_honoured_where_blocks_are_traced_once(two: Cluster, around: str, inside: str) -> None:
+def test_regions_are_honoured_where_blocks_repeat(two: Cluster, around: str, inside: str) -> None:
     for distance in two.run(_train, 3, partial(Deep, around, inside), "eager"):
         assert distance.worst <= TOLERANCE, distance
 
@@ -140,7 +140,7 @@ def test_dropout_is_the_same_when_it_is_recomputed(two: Cluster, codegen: str) -
 
 
 @pytest.mark.parametrize(("around", "inside"), [("none", "none"), ("plain", "none"), ("none", "plain")])
-def test_blocks_traced_once_compute_again_what_their_regions_hold(around: str, inside: str) -> None:
+def test_blocks_that_repeat_compute_again_what_their_regions_hold(around: str, inside: str) -> None:
     model = Deep(around, inside)
     rehearsed = rehearse(capture(model, torch.randn(4, 8)), plan_for(model, 3), inductor=False)
     backwards = [rehearsed.backward, *(block.backward.graph for block in rehearsed.blocks)]  # type: ignore[union-attr]

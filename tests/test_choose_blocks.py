@@ -252,7 +252,7 @@ def encoded(layers: int = 3, width: int = 15) -> nn.Module:
 
 
 class Stages(nn.Module):
-    """As many stages as blocks have to be to be traced once."""
+    """As many stages as blocks have to be to be graphs of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,8 +310,7 @@ def test_blocks_of_a_stack_are_graphs_of_their_own() -> None:
     assert _outlined(encoded(9)) == [tuple(f"0.layers.{i}" for i in range(9))]
 
 
-def test_blocks_are_found_in_stages_that_could_be_traced_once() -> None:
-    """A trace of all of a stage would say of its operations only that they are the stage's."""
+def test_blocks_are_found_in_stages() -> None:
     assert _outlined(Stages()) == [tuple(f"stages.{i}.{k}" for i in range(8) for k in range(3))]
 
 

@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Blocks enough to be traced once and compiled once."""
+    """Blocks enough to be compiled once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 import autoshard
 from autoshard.capture import capture
@@ -40,58 +40,30 @@ def _operations(gm: GraphModule) -> Counter[str]:
     return found
 
 
-def _call(function: Any, *args: Any, checkpointed: bool, **kwargs: Any) -> Any:
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs) if checkpointed else function(*args, **kwargs)
-
-
 class Block(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear, self.checkpointed = nn.LayerNorm(8), nn.Linear(8, 8), checkpointed
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, keys: dict[str, torch.Tensor], scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        y = nn.functional.dropout(_call(self.linear, self.norm(x), checkpointed=self.checkpointed), 0.1)
+        y = nn.functional.dropout(self.linear(self.norm(x)), 0.1)
         return x + scale * y * keys["mask"], y
 
 
 class Deep(nn.Module):
-    """Blocks enough to be traced once; one of them is called another way. breaks: the graph ends behind the first. around, inside:
-    where activation checkpointing is."""
+    """breaks: the graph ends behind the first block."""
 
-    def __init__(self, breaks: bool = False, around: bool = False, inside: bool = False) -> None:
+    def __init__(self, breaks: bool = False) -> None:
         super().__init__()
-        self.layers, self.breaks, self.around = nn.ModuleList(Block(inside) for _ in range(9)), breaks, around
+        self.layers, self.breaks = nn.ModuleList(Block() for _ in range(11)), breaks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = (x > 0).float()
-        for i, layer in enumerate(self.layers):
-            x, y = _call(layer, x, {"mask": mask}, scale=0.5 if i == 4 else 1.0, checkpointed=self.around)
+        for layer in self.layers:
+            x, y = layer(x, {"mask": mask})
             if self.breaks:
                 torch._dynamo.graph_break()
         return (x + y).sum()
-
-
-@pytest.mark.parametrize(("around", "inside"), [(False, False), (True, False), (False, True), (True, True)])
-def test_blocks_traced_once_make_the_same_graph(around: bool, inside: bool) -> None:
-    inputs = torch.randn(4, 8)
-    once = capture(Deep(False, around, inside), inputs).graph
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoshard.capture.REPEATED", 100)
-        each = capture(Deep(False, around, inside), inputs).graph
-    assert _lines(once) == _lines(each)
-
-
-def _lines(gm: GraphModule) -> list[str]:
-    return [_line(node) for graph in (*graphs.nested(gm), gm) for node in graph.graph.nodes]
-
-
-def _line(node: Node) -> str:
-    """Without the names of what is given."""
-    called = node.target if node.op.startswith("call_") else node.op
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if "layers" in path]
-    given = graphs.arguments_text((node.args, node.kwargs), lambda n: graphs.described(n.meta.get("example_value")))
-    return f"{called} {given} {graphs.described(node.meta.get('example_value'))} {paths[:1]}"
 
 
 def test_a_forecast_is_of_the_passes_that_a_job_runs() -> None:

@@ -223,42 +223,6 @@ def test_a_region_knows_what_chooses_what_it_saves() -> None:
     assert found[0] is None and found[1].func is create_selective_checkpoint_contexts
 
 
-@pytest.mark.skipif(torch_internals.traced_once(nn.Linear.forward) is None, reason="this torch traces every call")
-def test_alike_modules_are_traced_once() -> None:
-    cls = type("Marked", (nn.Linear,), {"forward": torch_internals.traced_once(nn.Linear.forward)})
-    layers = [cls(4, 4) for _ in range(3)]
-    graphs = []
-
-    def read(gm: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(gm)
-        return gm.forward
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    torch.compiler.reset()
-    x = torch.randn(2, 4, requires_grad=True)
-    torch.testing.assert_close(torch.compile(run, backend=read, fullgraph=True)(x), run(x))
-    bodies = {id(body) for _, body in graphs[0].named_children()}
-    assert len(graphs[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)) == 3
-    assert len(bodies) == 1
-
-
-def test_hooks_of_a_module_are_found() -> None:
-    module, hooks = nn.Linear(2, 2), [lambda *_: None for _ in range(4)]
-    register: list[Any] = [
-        module.register_forward_pre_hook,
-        module.register_forward_hook,
-        module.register_full_backward_pre_hook,
-        module.register_full_backward_hook,
-    ]
-    for one, hook in zip(register, hooks):
-        one(hook)
-    assert torch_internals.hooks_of(module) == hooks and not torch_internals.hooks_of(nn.Linear(2, 2))
-
-
 def test_a_trace_leaves_sizes_open_and_says_what_it_took_for_granted() -> None:
     found = []
 
@@ -279,15 +243,6 @@ def test_a_trace_leaves_sizes_open_and_says_what_it_took_for_granted() -> None:
     assert place.meta["example_value"].shape[1] == 3
     (guard,) = tracing.guards()
     assert guard.subs(dict.fromkeys(guard.free_symbols, 8)) and not guard.subs(dict.fromkeys(guard.free_symbols, 7))
-
-
-def test_what_dynamo_cannot_trace_is_its_exception() -> None:
-    def breaks(x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return x + 1
-
-    with pytest.raises(torch_internals.TorchDynamoException):
-        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(2))
 
 
 def test_gradients_that_go_off_are_a_call() -> None:

@@ -1,8 +1,12 @@
 """Rewrite: regions that Dynamo traced once for several calls (torch.compiler.nested_compile_region) stand in the place
 of their calls.
 
-Blocks that are alike are outlined later, from the operations: a region says what the user or Dynamo took for alike, which
-need not be blocks, and hides the unshards.
+Blocks that are alike are outlined later, from the operations: a region says what the user took for alike, which need not be
+blocks, and hides the unshards.
+
+[Note: No regions] Nothing here makes blocks regions, though Dynamo goes through a model of 48 in half of the time where they are. torch (2.13)
+takes the first's graph for another's where that is frozen, hooked, called in no_grad or autocast, tied, or has another module
+where the first had nn.Identity, and does not say so.
 """
 
 from __future__ import annotations

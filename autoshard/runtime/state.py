@@ -31,7 +31,6 @@ from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import Call, Lockstep, before_backward
 from autoshard.runtime.optimizers import options_of, stands_still
 from autoshard.runtime.processes import World
-from autoshard.runtime.regions import Regions
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.residue import Residue, refuse_lost, residues_of
 from autoshard.runtime.shard import full_value, places_of
@@ -46,10 +45,9 @@ class ModelState:
 
     topic: of what processes say of it to each other: the same on all of them and new for each model, whose copies have it too.
     number: the later it was made the higher; that of a copy need not be the same on all. compiled: ids of the parameters that
-    compiled graphs were called with (Dynamo may call one graph for several blocks). regions: its blocks that repeat, where a
-    trace can go through them once. fuses: whether optimizers that are known are stepped at once. early: gathers that start when
-    an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter: makes the report
-    of this.
+    compiled graphs were called with (Dynamo may call one graph for several blocks). fuses: whether optimizers that are known are stepped at once. early:
+    gathers that start when an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter:
+    makes the report of this.
     """
 
     model: nn.Module
@@ -62,7 +60,6 @@ class ModelState:
     number: int = field(default_factory=itertools.count().__next__, init=False)
     accumulation: Accumulation = field(default_factory=Accumulation)
     compiled: set[int] = field(default_factory=set)
-    regions: Regions | None = None
     fuses: bool = False
     early: Early | None = None
     steps: dict[str, str] = field(default_factory=dict)
