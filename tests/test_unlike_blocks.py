@@ -46,6 +46,31 @@ class Stack(nn.Module):
         return x.pow(2).mean()
 
 
+class Given(nn.Module):
+    """slope: an argument more."""
+
+    def __init__(self, slope: tuple[float, ...]) -> None:
+        super().__init__()
+        self.line, self.slope = nn.Linear(8, 8), slope
+
+    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
+        return x + nn.functional.leaky_relu(self.line(x), *self.slope) * beside
+
+
+class Skips(nn.Module):
+    """Whose first block is given one tensor twice, and every second one an argument more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList(Given((0.5,) * (i % 2)) for i in range(18))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = beside = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, beside)
+        return x.pow(2).mean()
+
+
 def _frozen() -> nn.Module:
     stack = Stack()
     for module in (stack.embed, stack.blocks[0]):
@@ -76,7 +101,8 @@ def _autocast() -> AbstractContextManager[Any]:
 
 
 UNLIKE = [
-    _frozen, _without_a_norm, partial(Stack, torch.no_grad), in_full(_hooked), in_full(_tied), in_full(partial(Stack, _autocast)),
+    _frozen, _without_a_norm, partial(Stack, torch.no_grad), Skips, in_full(_hooked), in_full(_tied),
+    in_full(partial(Stack, _autocast)),
 ]  # fmt: skip
 
 
