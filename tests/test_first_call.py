@@ -196,7 +196,9 @@ def traced_again(way: str) -> int:
     return int(restart.call_count)
 
 
-@pytest.mark.parametrize(("way", "times"), [(w, int(w == "_compile_function")) if w in ("_compile", "_compile_function") else in_full(w, 0) for w in WAYS])
+@pytest.mark.parametrize(
+    ("way", "times"), [("_compile", 0), in_full("_compile_in_place", 0), ("_compile_function", 1), in_full("_compile_by_name", 0)]
+)
 def test_a_module_is_traced_on_shards_alone(two: Cluster, way: str, times: int) -> None:
     assert two.run(traced_again, way) == [times, times]
 

@@ -58,9 +58,9 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
 def scarce_rows(plan: Plan, inventory: Inventory) -> str:
     """What is to be said where half as much again travels, or more, because parameters have fewer rows than processes share; ""
     elsewhere. So are experts that are the rows of one parameter."""
-    costs = [cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1]
-    brought, whole = sum(cost.brought for cost in costs), sum(cost.whole for cost in costs)
     few = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1 and p.shape[0] < plan.shard_size]
+    costs = [cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1] if few else []
+    brought, whole = sum(cost.brought for cost in costs), sum(cost.whole for cost in costs)
     if not few or brought < SCARCE * whole:
         return ""
     worst = max(few, key=lambda p: (plan.shard_size - p.shape[0]) * math.prod(p.shape[1:]))

@@ -78,7 +78,7 @@ def _property(name: str, layout: str, accumulation: Accumulation) -> property:
             return _as_traced(module, name, layout, accumulation)
         return module._parameters[name]
 
-    return property(with_own_code(get))
+    return property(_with_own_code(get))
 
 
 def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) -> Callable[..., Any]:
@@ -98,10 +98,10 @@ def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) 
             args, kwargs = tree_map(cast, (args, kwargs))
         return inner(self, *args, **kwargs)
 
-    return with_own_code(forward)
+    return _with_own_code(forward)
 
 
-def with_own_code(function: Any) -> Any:
+def _with_own_code(function: Any) -> Any:
     """The function; what Dynamo keeps of its code is of no other's."""
     function.__code__ = function.__code__.replace()
     return function
@@ -148,10 +148,10 @@ def _make_class(
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)
     if callable(getattr(cls, "forward", None)):
         body["forward"] = _forward(cls, compute, accumulation)
-    return named_alike(cls, body)
+    return _named_alike(cls, body)
 
 
-def named_alike(cls: type, body: dict[str, Any]) -> type:
+def _named_alike(cls: type, body: dict[str, Any]) -> type:
     """A subclass that goes by the name of `cls`."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
 

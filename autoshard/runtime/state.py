@@ -45,9 +45,9 @@ class ModelState:
 
     topic: of what processes say of it to each other: the same on all of them and new for each model, whose copies have it too.
     number: the later it was made the higher; that of a copy need not be the same on all. compiled: ids of the parameters that
-    compiled graphs were called with (Dynamo may call one graph for several blocks). fuses: whether optimizers that are known are stepped at once. early:
-    gathers that start when an optimizer has stepped, where the plan has them. steps: how those that stepped did, by class. reporter:
-    makes the report of this.
+    compiled graphs were called with (Dynamo may call one graph for several blocks). fuses: whether optimizers that are known are
+    stepped at once. early: gathers that start when an optimizer has stepped, where the plan has them. steps: how those that stepped
+    did, by class. reporter: makes the report of this.
     """
 
     model: nn.Module
