@@ -24,6 +24,7 @@ from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
+from autoshard.passes.expand_unshards import expand_unshards
 from autoshard.passes.hoist_unshards import hoist_unshards
 from autoshard.passes.inline_regions import inline_regions
 from autoshard.runtime.accumulation import Accumulation
@@ -116,6 +117,7 @@ def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ope
 def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) -> Capture:
     parameters, buffers = names_of(shadow), {id(b): name for name, b in shadow.named_buffers()}
     inputs = captured.inputs
+    expand_unshards(captured.graph)
     inline_regions(captured.graph)
     hoist_unshards(captured.graph)  # where everybody looks for them
     places = captured.graph.graph.find_nodes(op="placeholder")

@@ -25,6 +25,7 @@ from autoshard.ops.collectives import Collectives
 from autoshard.ops.early import GATHER_EARLY
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
+from autoshard.passes.expand_unshards import expand_unshards
 from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import COPIES, FIXED, POLICY
@@ -86,6 +87,7 @@ class Compilation:
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable with the graph's signature; its backward hangs on what it returns."""
+        expand_unshards(gm)
         gm = self.manager.run(("traced",), gm, self.context)
         rows = {i: torch_internals.Tracing.here().like(row) for i, row in takers(gm).items()}
         inputs = [rows.get(i, x) for i, x in enumerate(inputs)]

@@ -71,12 +71,16 @@ class Record:
         return gm
 
 
+def shard(model: nn.Module, plan: Plan) -> None:
+    """In place; what was traced before is forgotten."""
+    torch.compiler.reset()
+    for _ in Sharder(model, plan, build_mesh("cpu", plan.axes)).shard():
+        pass
+
+
 def rewritten(model: nn.Module, inputs: Tensor, plan: Plan, spec: str = registry.DEFAULT) -> dict[str, GraphModule]:
     """The final graphs by phase."""
-    torch.compiler.reset()
-    sharder = Sharder(model, plan, build_mesh("cpu", plan.axes))
-    for _ in sharder.shard():
-        pass
+    shard(model, plan)
     state = ModelState(model, plan, World(0, WORLD, "cpu"), "model")
     record = Record()
 

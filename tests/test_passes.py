@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,13 +20,34 @@ from autoshard.passes import graphs as passgraphs
 from autoshard.passes import registry
 from autoshard.passes.base import Context
 from autoshard.passes.dump import Dump
+from autoshard.passes.expand_unshards import expand_unshards
 from autoshard.passes.manager import PassManager
 from autoshard.passes.name_parameters import NameParameters
 from autoshard.torch_internals import FakeTensor
-from tests.rewriting import WORLD, Blocks, Record, collectives, plan_for, rewritten
+from tests.rewriting import WORLD, Blocks, Record, collectives, plan_for, rewritten, shard
 
 pytestmark = pytest.mark.usefixtures("many_processes")
 LOGICAL = "name_parameters,merge_unshards,sync_buffers,regather,bucket"  # without the lowering
+
+
+def _calls(gm: GraphModule) -> list[str]:
+    named = {"unshard_parameter": "unshard_parameter", "to_local": "to_local", "unshard": "unshard"}
+    return [named.get(passgraphs.callee(n).partition(".")[0], "") for n in gm.graph.nodes if n.op.startswith("call")]
+
+
+@pytest.mark.parametrize(("zero", "rows"), [(0, []), (3, ["to_local"])])
+def test_dynamo_follows_one_call_a_parameter(zero: int, rows: list[str]) -> None:
+    model, seen = nn.Linear(8, 512), list[list[str]]()
+
+    def backend(gm: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., tuple[Tensor]]:
+        seen.append(_calls(gm))
+        expand_unshards(gm)
+        seen.append(_calls(gm))
+        return lambda *_: (torch.zeros(4, 512),)
+
+    shard(model, plan_for(model, zero))
+    torch.compile(model, backend=backend)(torch.randn(4, 8))
+    assert seen == [["unshard_parameter"] * 2 + [""], [*rows, "unshard"] * 2 + [""]]
 
 
 def test_a_group_travels_in_one_message_each_way() -> None:

@@ -2,7 +2,7 @@
 
 [Note: What a module shows]
 A module whose parameters are sharded gets a subclass of its class with one property a parameter. While
-torch.compile traces, the property is `unshard(local rows)`, so the logical op enters the graph; at any
+torch.compile traces, the property is `unshard_parameter(parameter)`, of which the graph then gets `unshard(local rows)`; at any
 other time it is the parameter itself, so optimizers, nn.init, printing and state_dict see what is there.
 There is one subclass for each (class, names and layouts): a class of its own for each module would make
 Dynamo's guards several times slower. Where a model is compiled in pieces, modules of one class share graphs, and for which of
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map
 
 from autoshard.errors import StaleParameterError, UnsupportedError
 from autoshard.ops import logical  # noqa: F401  (registers the logical ops)
+from autoshard.ops.unshard_parameter import unshard_parameter
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.holder import takes_part
 from autoshard.runtime.residue import RESIDUES
@@ -39,27 +40,31 @@ from autoshard.runtime.residue import RESIDUES
 
 def _as_traced(
     module: nn.Module, name: str, layout: str, accumulation: Accumulation
-) -> Tensor | None:
-    """The expression that a trace finds in the place of a parameter."""
+) -> Tensor:
+    """The expression that a trace finds in the place of a parameter, of which more than its layout counts."""
     parameter = module._parameters[name]
-    if not isinstance(parameter, nn.Parameter):
-        return parameter  # None, or what torch.func.functional_call puts there for a call: whole, and nobody's rows
-    rows = _rows(module, name, parameter)
-    shape = list(parameter.shape)
+    assert isinstance(parameter, nn.Parameter)
     holders = module.__dict__["_autoshard_holders"]
     holds = name in holders and parameter.requires_grad
     if holds and accumulation.mode == "hold":
-        full = torch.ops.autoshard.unshard(rows.detach(), shape, layout, "")
-        return torch.ops.autoshard.hold(full, holders[name])
-    full = torch.ops.autoshard.unshard(rows, shape, layout, "")
+        full = torch.ops.autoshard.unshard(_rows(module, name, parameter).detach(), list(parameter.shape), layout, "")
+        return torch.ops.autoshard.hold(full, holders[name])  # type: ignore[no-any-return]
+    full = _whole(module, name, parameter, layout)
     residues = module.__dict__[RESIDUES]
     if name in residues and parameter.requires_grad:
         full = torch.ops.autoshard.low_rank(full, residues[name].error, residues[name].factor, layout, "")
     if holds and accumulation.mode == "flush" and takes_part(parameter):
         held = parameter.grad
         held = held.to_local() if isinstance(held, DTensor) else held
-        return torch.ops.autoshard.add_held(full, held)
+        return torch.ops.autoshard.add_held(full, held)  # type: ignore[no-any-return]
     return full
+
+
+def _whole(module: nn.Module, name: str, parameter: nn.Parameter, layout: str) -> Tensor:
+    """The parameter, gathered; its gradient goes to the rows."""
+    if name in module.__dict__["_autoshard_absent"]:
+        return torch.ops.autoshard.unshard(_rows(module, name, parameter), list(parameter.shape), layout, "")  # type: ignore[no-any-return]
+    return unshard_parameter(parameter, layout)
 
 
 def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
@@ -72,11 +77,14 @@ def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _property(name: str, layout: str, accumulation: Accumulation) -> property:
+def _property(name: str, layout: str, alone: bool, accumulation: Accumulation) -> property:
+    """alone: its layout says all of the parameter. Dynamo follows what is asked of each, so no more is asked than that takes."""
+
     def get(module: nn.Module) -> Tensor | None:
-        if torch.compiler.is_compiling() and not accumulation.gathered:
-            return _as_traced(module, name, layout, accumulation)
-        return module._parameters[name]
+        parameter = module._parameters[name]
+        if not torch.compiler.is_compiling() or accumulation.gathered or not isinstance(parameter, nn.Parameter):
+            return parameter  # it may be None, or what torch.func.functional_call puts there for a call: whole, and nobody's rows
+        return unshard_parameter(parameter, layout) if alone else _as_traced(module, name, layout, accumulation)
 
     return property(_with_own_code(get))
 
@@ -121,13 +129,13 @@ def _refuse_outside(module: nn.Module) -> None:
 
 def sharded_class(
     cls: type,
-    layouts: tuple[tuple[str, str], ...],
+    layouts: tuple[tuple[str, str, bool], ...],
     compute: torch.dtype | None,
     accumulation: Accumulation,
     planned: tuple[object, ...] = (),
 ) -> type:
-    """The subclass of `cls` whose parameters, (name, layout) each, a trace sees as `unshard`; one for all modules
-    of a model that are alike. planned: what the plan says of each parameter that no layout does."""
+    """The subclass of `cls` whose parameters, (name, layout, whether that says all) each, a trace sees as `unshard`; one for all
+    modules of a model that are alike. planned: what the plan says of each parameter that no layout does."""
     key = (cls, layouts, planned)
     if key not in accumulation.classes:
         accumulation.classes[key] = _make_class(cls, layouts, compute, accumulation, planned)
@@ -136,13 +144,13 @@ def sharded_class(
 
 def _make_class(
     cls: type,
-    layouts: tuple[tuple[str, str], ...],
+    layouts: tuple[tuple[str, str, bool], ...],
     compute: torch.dtype | None,
     accumulation: Accumulation,
     planned: tuple[object, ...],
 ) -> type:
     body: dict[str, Any] = {
-        name: _property(name, layout, accumulation) for name, layout in layouts
+        name: _property(name, layout, alone, accumulation) for name, layout, alone in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)

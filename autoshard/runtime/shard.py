@@ -195,11 +195,10 @@ def _show_sharded(
     accumulation: Accumulation,
     planned: tuple[object, ...] = (),
 ) -> None:
-    module.__dict__.setdefault("_autoshard_holders", {})
-    module.__dict__.setdefault("_autoshard_absent", {})
-    module.__dict__.setdefault(RESIDUES, {})
+    more = [module.__dict__.setdefault(kept, {}) for kept in ("_autoshard_holders", "_autoshard_absent", RESIDUES)]
+    described = tuple((name, layout, not any(name in kept for kept in more)) for name, layout in layouts.items())
     cls: Any = type(module)
-    module.__class__ = sharded_class(cls, tuple(layouts.items()), compute, accumulation, planned)
+    module.__class__ = sharded_class(cls, described, compute, accumulation, planned)
 
 
 def full_value(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""`unshard_parameter`: what stands for a sharded parameter in a graph as Dynamo gives it.
+
+Dynamo takes a millisecond for each call that it follows, a DTensor's more, and goes through a parameter once for each of a model's.
+So the rows, the shape and `unshard` itself are one call to it, of which it asks no more than what is given;
+`expand_unshards` writes them out before anything else reads the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.ops.layout import Layout
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def unshard_parameter(parameter: nn.Parameter, layout: str) -> Tensor:
+    """A tensor like the whole parameter, for Dynamo's trace: no leaf, and no memory of the parameter's. Never run."""
+    spec = Layout.parse(layout)
+    whole = torch.empty(
+        parameter.shape, dtype=spec.compute or parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
+    )
+    return whole.view_as(whole)
