@@ -8,6 +8,7 @@ from autoshard.errors import ConfigError
 
 _SCALES = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _SCALES |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+_WRITTEN = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def parse_bytes(text: str) -> int:
@@ -23,9 +24,18 @@ def parse_bytes(text: str) -> int:
 
 def bytes_text(size: int) -> str:
     """"1.25 GiB", "3.00 MiB", "12 B"."""
-    for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+    for unit, scale in _WRITTEN:
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
+
+
+def enough_text(size: int) -> str:
+    """As `bytes_text`, never less: "1.26 GiB" of a byte more than 1.25 GiB. Read as a budget it has room for all of size."""
+    for unit, scale in _WRITTEN:
+        if size >= scale:
+            whole, hundredths = divmod(-(-size * 100 // scale), 100)
+            return f"{whole}.{hundredths:02} {unit}"
     return f"{size} B"
 
 

@@ -224,6 +224,29 @@ def test_one_graph_serves_batches_of_all_sizes(codegen: str) -> None:
     assert sum(run.name == "outline_blocks" for run in history) == 2, "static, then dynamic"
 
 
+class Next(Stack):
+    """The loss of the next label; the last has none."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = _one_after_the_other(self.blocks, self.first(x))
+        labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        return nn.functional.cross_entropy(self.first(x).view(-1, 8), labels.view(-1))
+
+
+def test_generated_code_finds_lengths_that_only_others_are_made_of() -> None:
+    """The backward of what is behind the blocks takes labels of `length + 1`, and nothing else as long as these."""
+    torch.compiler.reset()
+    model = Next([Block() for _ in range(2)])
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=autoshard.backend(_config(0, "inductor")))
+    for batch, length in ((3, 10), (4, 9)):
+        x, labels = torch.randn(batch, length, 8), torch.randint(8, (batch, length))
+        for module in (compiled, plain):
+            module(x, labels).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_random_numbers_are_those_of_the_plain_model() -> None:
     torch.compiler.reset()
     model = Stack([nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(3)])

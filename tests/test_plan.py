@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.units import parse_bytes
 
 
 def _info(name: str, *shape: int) -> ParameterInfo:
@@ -167,6 +169,24 @@ def test_what_cannot_fit_is_not_asked_about_further() -> None:
     assert any(why.startswith("ZeRO-0: ") and "and activations" in why for why in plan.why)
     with pytest.raises(BudgetError, match="ZeRO-3 on 8 processes"):
         make_plan(large, Config(), _where(8, 2**27), forecast, fit)
+
+
+def test_the_budget_that_an_error_names_is_enough() -> None:
+    """Where a stage's rows and gradients alone are too much, nobody knows what its activations would add. What is named is not rounded
+    to less."""
+
+    def forecast(plan: Plan) -> Plan:
+        memory = {**plan.predicted.memory, "activations": 2**33 + 2**20}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
+
+    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    for zero in ("auto", 3):
+        with pytest.raises(BudgetError, match="at best, ZeRO-3 on 8 processes") as caught:
+            make_plan(large, Config(zero=zero, memory_budget=2**27), _where(8, 2**27), forecast)
+        enough = re.search("a budget of ([0-9.]+ GiB)", str(caught.value))
+        assert enough
+        budget = parse_bytes(enough[1])
+        assert make_plan(large, Config(zero=zero, memory_budget=budget), _where(8, budget), forecast).predicted.footprint <= budget
 
 
 def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:

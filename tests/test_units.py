@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import ConfigError
-from autoshard.units import bytes_text, parse_bytes
+from autoshard.units import bytes_text, enough_text, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,8 @@ def test_anything_else_is_a_config_error(text: str) -> None:
 @given(st.integers(0, 2**50))
 def test_what_is_written_is_read_back_nearly(size: int) -> None:
     assert abs(parse_bytes(bytes_text(size)) - size) <= max(1, size * 0.006)
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_enough_is_read_back_as_no_less(size: int) -> None:
+    assert 0 <= parse_bytes(enough_text(size)) - size <= max(1, size * 0.011)

@@ -32,7 +32,7 @@ from autoshard.plan import (
     Prediction,
     Traffic,
 )
-from autoshard.units import bytes_text, counted
+from autoshard.units import bytes_text, counted, enough_text
 
 HARDLY = 1.2  # times as long on the wire
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
@@ -110,22 +110,24 @@ def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
 ) -> Plan:
     """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire. What
-    cannot fit is not asked about further; but for the last stage, of which it is said by how much."""
-    fitting, whole = list[int](), list[int]()  # all that fit; those of them that do as they are
+    cannot fit is not asked about further; but for the leanest stage, of which it is said by how much."""
+    looked, fitting, whole = list[int](), list[int](), list[int]()  # at these; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
     def fits(stage: int) -> bool:
         return where.budget is None or plans[stage].predicted.footprint <= where.budget
 
     order = sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint))
+    leanest = min(reversed(order), key=lambda s: plans[s].predicted.footprint)
 
     def may_fit(stage: int) -> bool:
-        return stage == order[-1] or where.budget is None or _for_certain(plans[stage]) <= where.budget
+        return stage == leanest or where.budget is None or _for_certain(plans[stage]) <= where.budget
 
     for stage in order:
         if whole[1:] or (whole and wire[stage] > HARDLY * wire[whole[0]]):
             break
         if may_fit(stage):
+            looked.append(stage)
             plans[stage] = look(plans[stage], where.budget)
         if fits(stage):
             whole.append(stage)
@@ -133,8 +135,8 @@ def _choose(
             plans[stage] = _fitted(plans[stage], where.budget, fit)
         if fits(stage):
             fitting.append(stage)
-    if not fitting:
-        _check_budget(plans, inventory, config, where)
+    if not fitting:  # of what was not looked at it is not known what it takes
+        _check_budget([plans[stage] for stage in looked], inventory, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
     return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
@@ -193,14 +195,13 @@ def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, w
 
 def _fix(least: Plan, inventory: Inventory, config: Config, where: Circumstances) -> str:
     assert where.budget is not None
-    memory = least.predicted.memory
+    memory, enough = least.predicted.memory, f"a budget of {enough_text(least.predicted.footprint)}"
     if least.low_rank:
-        return f"another compression, with which rows can be sharded, or a budget of {bytes_text(least.predicted.footprint)}"
+        return f"another compression, with which rows can be sharded, or {enough}"
     if config.zero not in ("auto", 3):
         return 'zero="auto" or zero=3'
     divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))
     constant = least.predicted.footprint - divided
-    enough = f"a budget of {bytes_text(least.predicted.footprint)}"
     if least.world == 1:
         return f"more than one process, or {enough}"
     if said := scarce_rows(least, inventory):

@@ -116,9 +116,13 @@ class Run:
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        """What the block takes, in order of first use."""
+        """What the block takes, in order of first use; and the graph's sizes that these are as long as: one of `length + 1` alone would
+        not tell generated code how long that is."""
         inside = set(self.nodes)
-        return tuple(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside))
+        taken = dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside)
+        symbols = set[Any]().union(*(_symbols(_value(n)) for n in taken))
+        sizes = (n for n in self.gm.graph.find_nodes(op="placeholder") if _is_size(n, symbols)) if symbols else ()
+        return tuple(dict.fromkeys((*taken, *sizes)))
 
     @property
     def outputs(self) -> tuple[Node, ...]:
@@ -225,6 +229,18 @@ def _can_be_given(node: Node) -> bool:
     value = _value(node)
     written = node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0
     return isinstance(value, (Tensor, torch.SymInt)) and not written
+
+
+def _symbols(value: Any) -> set[Any]:
+    """What stands in a tensor's sizes for numbers that the trace left open."""
+    lengths = (*value.shape, *value.stride()) if isinstance(value, Tensor) else ()
+    return set[Any]().union(*(n.node.expr.free_symbols for n in lengths if isinstance(n, torch.SymInt)))
+
+
+def _is_size(node: Node, symbols: Collection[Any]) -> bool:
+    """Whether an input of the graph is one of these."""
+    value = _value(node)
+    return isinstance(value, torch.SymInt) and value.node.expr in symbols
 
 
 def _stays(gm: GraphModule, plan: Plan) -> set[Node]:
