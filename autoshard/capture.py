@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from autoshard import torch_internals
+from autoshard.console import doing
 from autoshard.cost_model.sizes import Open
 from autoshard.errors import AutoshardError, UnsupportedError
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
@@ -65,9 +66,10 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
     except AutoshardError:
         raise
     except Exception as error:
+        cause = torch_internals.first_cause(error)
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be called with these example inputs: "
-            f"{str(error).splitlines()[0]}; legal: a tensor, a tuple of arguments, or a dict of keywords"
+            f"{type(model).__name__} cannot be called with these example inputs: {type(cause).__name__}: "
+            f"{(str(cause).splitlines() or [''])[0]}; legal: a tensor, a tuple of arguments, or a dict of keywords"
         ) from error
 
 
@@ -82,8 +84,9 @@ def capture_call(
 
     compute: the dtype of gathered parameters; None: their own. open: see `open_sizes.leave_open`. The model may be on any
     device, meta too; neither it nor the inputs are changed or run, and nothing is allocated. UnsupportedError if
-    torch.compile finds no graph in it.
+    torch.compile finds no graph in it, or first one without parameters.
     """
+    doing(f"tracing {type(model).__name__}")
     if next(model.parameters(), None) is None:
         raise UnsupportedError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -95,6 +98,11 @@ def capture_call(
     if found is None:
         raise UnsupportedError(
             f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
+        )
+    if not found.parameters:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its graph breaks before it uses any parameter, so there is no step to predict; "
+            "TORCH_LOGS=graph_breaks says where it breaks"
         )
     return found
 

@@ -24,6 +24,7 @@ from autoshard import flags
 from autoshard.cache import writable, write_at_once
 from autoshard.calibrate import calibrate
 from autoshard.config import Config
+from autoshard.console import doing, live
 from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import Make, like
@@ -53,14 +54,15 @@ def run() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 2 after an error that is the user's to mend."""
     arguments = parser().parse_args(argv)
+    console = Console(stderr=True, highlight=False)
     try:
         if arguments.command == "calibrate":
             return _calibrate(arguments)
-        with contextlib.redirect_stdout(sys.stderr):  # what a model file prints is not the plan
-            answer = _sweep(arguments) if arguments.command == "sweep" else _plan(arguments)
+        with contextlib.redirect_stdout(sys.stderr), live(console):  # what a model file prints is not the plan
+            answer = _sweep(arguments) if arguments.command == "sweep" else _plan(arguments, console)
         show(answer, arguments)
     except AutoshardError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"autoshard: {error}", markup=False)
+        console.print(f"autoshard: {error}", markup=False, soft_wrap=True)
         return 2
     return 0
 
@@ -135,7 +137,7 @@ class Answer:
     about: tuple[str, ...] = ()
 
 
-def _plan(arguments: argparse.Namespace) -> Answer:
+def _plan(arguments: argparse.Namespace, console: Console) -> Answer:
     config = flags.config(arguments)
     pinned = config.resolved_plan()
     if pinned is not None and arguments.model is None and arguments.hf is None:
@@ -144,7 +146,7 @@ def _plan(arguments: argparse.Namespace) -> Answer:
     candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments)
     optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
-    with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster):
+    with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster, console):
         made = plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
     return Answer(made, _about(candidate.model, cluster))
 
@@ -158,12 +160,12 @@ def _sweep(arguments: argparse.Namespace) -> Answer:
 
 
 @contextlib.contextmanager
-def _first_look(model: nn.Module, config: Config, cluster: Cluster) -> Iterator[None]:
-    """While the inside takes its time, what is known already stands on stderr."""
+def _first_look(model: nn.Module, config: Config, cluster: Cluster, console: Console) -> Iterator[None]:
+    """While the inside takes its time, what is known already stands on the console."""
 
     def show_it() -> None:
         with contextlib.suppress(AutoshardError):  # the inside will say it better
-            _print_first(first_look(model, config, cluster))
+            _print_first(console, first_look(model, config, cluster))
 
     timer = threading.Timer(PATIENCE, show_it)
     timer.start()
@@ -174,8 +176,7 @@ def _first_look(model: nn.Module, config: Config, cluster: Cluster) -> Iterator[
         timer.join()  # what it began to print stands before what follows
 
 
-def _print_first(first: Plan) -> None:
-    console = Console(stderr=True, highlight=False)
+def _print_first(console: Console, first: Plan) -> None:
     console.print("[bold cyan]autoshard[/] before the model is traced (activations and time of a step follow):\n")
     _print_tables(console, first)
     console.print()
@@ -209,7 +210,9 @@ def _candidate(arguments: argparse.Namespace, batch: int, seq: int | None) -> Ca
         _at_least_one("batch", batch)
         if seq is not None:
             _at_least_one("seq", seq)
+        doing(f"building the model of {arguments.hf}")
         return from_hf(arguments.hf, batch, seq)
+    doing(f"building the model of {arguments.model}")
     return from_file(arguments.model)
 
 

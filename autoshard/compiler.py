@@ -84,7 +84,7 @@ class Backend:
         except Exception as error:  # of the user's code under tracing, of any kind
             self._phases.say(f"tracing the model itself: {type(error).__name__}: {str(error).splitlines()[0]}")
             return None
-        return FirstGraph.captured(captured) if captured.parameters else None
+        return FirstGraph.captured(captured)
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile asks of a backend: something that runs `gm`."""

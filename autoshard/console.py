@@ -1,13 +1,19 @@
-"""What the first step says while it works: one line a phase, on rank 0, to stderr."""
+"""What the first step says while it works: one line a phase, on rank 0, to stderr. What a command says: one line, on a terminal."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+_shown: ContextVar[Live | None] = ContextVar("shown", default=None)
 
 
 @dataclass
@@ -37,3 +43,24 @@ class Phases:
     def warn(self, text: str) -> None:
         """A line on every rank: something is not as it should be."""
         self._console.print(f"[bold yellow]autoshard[/] {text}")
+
+
+@contextmanager
+def live(console: Console) -> Iterator[None]:
+    """While the inside goes on, what it is `doing` stands in the last line of a terminal. Nowhere else, and nothing of it stays."""
+    if not console.file.isatty():
+        yield
+        return
+    with Live(console=console, transient=True) as shown:
+        before = _shown.set(shown)
+        try:
+            yield
+        finally:
+            _shown.reset(before)
+
+
+def doing(text: str) -> None:
+    """Says what is being done now, where something is `live`."""
+    shown = _shown.get()
+    if shown is not None:
+        shown.update(Spinner("dots", Text(text, no_wrap=True, overflow="ellipsis")), refresh=True)

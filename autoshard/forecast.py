@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoshard.capture import Capture
 from autoshard.config import CODEGENS
+from autoshard.console import doing
 from autoshard.cost_model import accuracy, allocator, optimizer
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.fusion import fuse
@@ -76,6 +77,7 @@ class Forecaster:
 
     def _predict(self, plan: Plan) -> dict[str, Any]:
         """What is predicted of a step, by the prediction's names for it."""
+        doing(f"simulating a step by ZeRO-{plan.stage}{', with recomputation' if plan.recompute else ''}")
         program, curve, took, unknown = self.simulated(plan)
         peak = curve.peak()
         return {

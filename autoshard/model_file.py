@@ -88,7 +88,7 @@ def _checked(build: str, built: Any) -> Candidate:
             f"(model, example_inputs, optimizer_factory):\n{_PASTE}"
         )
     if len(built) == 3 and not callable(built[2]):
-        raise ModelFileError(f"{build} returned no optimizer factory but {built[2]!r}; legal: a callable")
+        raise ModelFileError(f"{build} returned no optimizer factory but {type(built[2]).__name__}; legal: a callable, such as lambda ps: torch.optim.AdamW(ps)")
     return Candidate(*built)
 
 

@@ -283,6 +283,11 @@ class Plan:
         return dict(self.axes).get("shard", 1)
 
     @property
+    def stage(self) -> int:
+        """The highest ZeRO stage of a group."""
+        return max(g.degrees.stage for g in self.groups)
+
+    @property
     def leaves_alone(self) -> bool:
         """True for one process: nothing is rewritten."""
         return self.world == 1

@@ -8,7 +8,7 @@ from them `plan` is the better judge; for code that is not generated the bytes a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from autoshard.config import Config
+from autoshard.console import doing
 from autoshard.cost_model import accuracy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.liveness import Curve
@@ -32,7 +33,7 @@ from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.plan import Plan
 from autoshard.planning import asked_for, circumstances, forecaster, pinned_plan
 
-_MOST = 1 << 16  # the largest batch that is looked for
+MOST = 1 << 16  # the largest batch that is looked for
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ class Sweep:
         return Swept(way, *chosen)
 
     def largest(self, **sizes: ArrayLike) -> int:
-        """The largest batch that fits and that the trace holds for, other sizes as given; 0 if none does. SweepError without
-        a budget."""
+        """The largest batch that fits and that the trace holds for, other sizes as given; 0 if none does; MOST where more may. SweepError
+        without a budget."""
         if self.budget is None:
             raise SweepError("memory_budget: without one every batch fits; legal: bytes, '72GiB', ...")
-        batches = np.arange(1, _MOST + 1)
+        batches = np.arange(1, MOST + 1)
         values = self._values({**sizes, "batch": batches})
         peaks = np.stack([way.curve.peaks(values) for way in self.ways]).min(0)
         return int(batches[(peaks <= self.budget) & self._held(values)].max(initial=0))
@@ -137,15 +138,20 @@ def sweep(
     if not captured.open.traced:
         raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
     where = circumstances(config, cluster)
-    ways = tuple(Way(p, *forecast.costs(p)) for p in _plans(forecast, config, where))
     return Sweep(
-        ways,
+        tuple(_ways(forecast, _plans(forecast, config, where))),
         where.budget,
         captured.open,
         captured.open.conditions(captured.tracing.guards()),
         accuracy.memory_error(cluster.device, forecast.inductor),
         accuracy.time_error(cluster.device, forecast.inductor),
     )
+
+
+def _ways(forecast: Forecaster, plans: Sequence[Plan]) -> Iterator[Way]:
+    for i, plan in enumerate(plans, 1):
+        doing(f"simulating configuration {i} of {len(plans)}: ZeRO-{plan.stage}{', with recomputation' if plan.recompute else ''}")
+        yield Way(plan, *forecast.costs(plan))
 
 
 def _plans(forecast: Forecaster, config: Config, where: Circumstances) -> list[Plan]:

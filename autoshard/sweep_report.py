@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autoshard.open_sizes import BATCH
 from autoshard.plan import Plan
-from autoshard.sweep import Sweep
+from autoshard.sweep import MOST, Sweep
 from autoshard.units import bytes_text, counted
 
 _UP_TO = 64  # the largest batch that is shown where all fit
@@ -61,7 +61,7 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
         yield [
             str(batch),
             *map(str, length.values()),
-            str(max(g.degrees.stage for g in plan.groups)),
+            str(plan.stage),
             _recomputed(plan),
             bytes_text(int(peak)),
             f"{seconds * 1e3:.2f}",
@@ -91,8 +91,12 @@ def _rate(samples: float) -> str:
 def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
     if sweep.budget is None:
         return []
-    most = [str(sweep.largest(**sizes)) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
+    most = [_most(sweep.largest(**sizes)) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
     return [Text(f"The largest batch that fits into {bytes_text(sweep.budget)}: {', '.join(most)}.", style="bold")]
+
+
+def _most(batch: int) -> str:
+    return f"{batch} or more" if batch == MOST else str(batch)
 
 
 def _bands(sweep: Sweep) -> list[RenderableType]:

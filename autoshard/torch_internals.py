@@ -29,6 +29,7 @@ from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what t
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
     TensorifyScalarRestartAnalysis,  # seen: 2.11, 2.13; Dynamo lets it through from a backend and traces again
+    TorchDynamoException,  # seen: 2.11, 2.13
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -117,6 +118,13 @@ class ThroughDynamo(ShortenTraceback):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args, first_useful_frame=None)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What made Dynamo raise this, where that is what it did: its own messages say it far below their first line."""
+    while isinstance(error, TorchDynamoException) and (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
 
 
 def restart_trace(reason: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoshard import Degrees, ParameterGroup, Plan, flags
 from autoshard.cli import main, parser
@@ -66,6 +68,20 @@ def no_optimizer():
         raise ValueError("no rate")
     return Net(), torch.zeros(2, 4096), factory
 
+def of_numbers():
+    return nn.Embedding(5, 8), torch.zeros(2, 4)
+
+def breaks():
+    Net.forward = lambda self, x: self.layers[0](x).sum() if x.sum().item() > 3 else x
+    return Net(), torch.zeros(2, 4096)
+
+def stepped():
+    net = Net()
+    return net, torch.zeros(2, 4096), torch.optim.SGD(net.parameters())
+
+def frozen():
+    return Net().requires_grad_(False), torch.zeros(2, 4096)
+
 def misfit():
     return Net(), torch.zeros(2, 7)
 """
@@ -113,6 +129,38 @@ def test_what_is_known_before_the_trace_is_shown_first(
     assert "before the model is traced" not in shown.out and "time of a step" in shown.out
 
 
+class Terminal(io.StringIO):
+    """What is written to stderr where that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("command", "steps"),
+    [
+        (["plan"], ["building the model of ", "tracing Net", "simulating a step by ZeRO-0"]),
+        (["sweep", "--batch", "1"], ["building the model of ", "tracing Net", "simulating configuration 2 of 2: ZeRO-0, with"]),
+    ],
+)
+def test_what_is_being_done_is_said_on_a_terminal_alone(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str], steps: list[str]
+) -> None:
+    """And stdout is the same, byte by byte."""
+    monkeypatch.setattr("autoshard.cli.PATIENCE", 100.0)
+    monkeypatch.setenv("TERM", "xterm")
+    said = {}
+    for stderr in (io.StringIO(), Terminal()):
+        torch.compiler.reset()
+        monkeypatch.setattr("sys.stderr", stderr)
+        assert main([command[0], model, *command[1:], "--codegen", "eager"]) == 0
+        said[stderr.isatty()] = capsys.readouterr().out, stderr.getvalue()
+    (out, piped), (shown, live) = said[False], said[True]
+    assert shown == out and piped == "a line of the model file's own\n"
+    assert all(step in live for step in steps)
+    assert live.endswith("\x1b[2K")  # the line is gone
+
+
 def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """torch's Adafactor asks for values; its step is not free for that."""
     assert main(["plan", f"{model}:of_values"]) == 0
@@ -120,6 +168,12 @@ def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pyt
     assert "No communication." in out and "Not modelled: the optimizer's own state and step (Adam's are assumed)" in out
     (spent,) = (line.split()[1] for line in out.splitlines() if line.startswith("optimizer ") and line.count(".") and "iB" not in line)
     assert float(spent) > 0
+
+
+def test_a_model_of_which_nothing_is_trained_has_a_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:frozen", "--nproc-per-node", "2", "--memory-budget", "300MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "parameters" in out and "gradients " not in out and "optimizer  " not in out.partition("time of a step")[0]
 
 
 def test_dtypes_of_parameters_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +208,9 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
     ("arguments", "says"),
     [
         (["{model}:nope"], "has no function 'nope'"),
+        (["{model}:of_numbers"], "example inputs: RuntimeError: Expected tensor for argument #1 'indices' to have one of the following"),
+        (["{model}:breaks"], "Net: its graph breaks before it uses any parameter, so there is no step to predict"),
+        (["{model}:stepped"], "returned no optimizer factory but SGD; legal: a callable, such as lambda"),
         (["{model}:fails"], "failed: KeyError: 'hello'"),
         (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
         (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),

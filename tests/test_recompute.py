@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import autoshard
 from autoshard import Config
 from autoshard.capture import capture
+from autoshard.cost_model.optimizer import NAMED
+from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
@@ -219,6 +221,17 @@ def test_backward_has_what_a_buffer_was(policy: str, codegen: Codegen) -> None:
     alone = Average()
     for one, expected in zip(found, two_steps(alone, alone, inputs()), strict=True):
         torch.testing.assert_close(one, expected)
+
+
+def test_a_size_that_is_asked_of_a_value_does_not_save_it() -> None:
+    """Where sizes are open, as in a sweep and in a job whose batches differ, graphs ask what they are."""
+    saved = []
+    for open in (False, True):
+        torch.compiler.reset()
+        forecaster = Forecaster(capture(Deep(), inputs(), open=open), NAMED["adamw"], HERE, "eager")
+        again = with_policies(planned(forecaster), Deep, ["full"])
+        saved.append(forecaster(again).predicted.memory["activations"])
+    assert saved[0] == saved[1]
 
 
 def test_what_takes_graphs_is_saved() -> None:

@@ -180,6 +180,11 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_where_all_batches_that_are_looked_at_fit_more_may() -> None:
+    sweep = replace(_swept("small", "eager"), budget=1 << 50)
+    assert "fits into 1048576.00 GiB: 65536 or more at sequence 16." in rendered(sweep_tables(sweep, [4]))
+
+
 def test_a_policy_of_many_results_fits_into_its_column() -> None:
     sweep = _swept("small", "eager")
     saved = "save " + " ".join(f"addmm#{i}" for i in range(12))

@@ -25,6 +25,14 @@ def test_through_dynamo_leaves_a_backend_unwrapped() -> None:
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
 
 
+def test_first_cause_is_what_the_user_s_code_did_wrong() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.compile(lambda x: x.view(-1, 3) + 1, backend="eager", fullgraph=True)(torch.ones(4))
+    assert str(torch_internals.first_cause(found.value)) == "shape '[-1, 3]' is invalid for input of size 4"
+    own = KeyError("not Dynamo's")
+    assert torch_internals.first_cause(own) is own
+
+
 def test_restart_trace_traces_again() -> None:
     calls = []
 

@@ -67,6 +67,8 @@ def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory |
 
     foreach: torch's default on this device, which takes all parameters at once (GPUs) or each alone (CPUs).
     """
+    if not rows:  # which torch makes no optimizer of
+        return OptimizerMemory(0, 0, ())
     with FakeTensorMode(allow_non_fake_inputs=True):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in rows]
         optimizer = make(parameters)

@@ -187,7 +187,7 @@ def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, w
     place = f" (at {least.predicted.place})" if least.predicted.place else ""
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
-        f"ZeRO-{max(g.degrees.stage for g in least.groups)} on {counted(least.world, 'process', 'processes')}"
+        f"ZeRO-{least.stage} on {counted(least.world, 'process', 'processes')}"
         f"{' with recomputation' if least.recompute else ''}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
         f"Cheapest fix: {_fix(least, inventory, config, where)}"
     )

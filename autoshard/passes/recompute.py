@@ -172,9 +172,14 @@ def _with_items(nodes: set[Node]) -> set[Node]:
 
 
 def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
-    """What is used outside of the block's forward and backward. Of a view, what it is a view of."""
+    """What is used outside of the block's forward and backward. Of a view, what it is a view of. Whoever asks for a size alone, where
+    sizes are open, has no use for the value."""
     own = backward.union(nodes)
-    return {_viewed(n, own) for n in nodes if not own.issuperset(n.users)}
+    return {_viewed(n, own) for n in nodes if not own.issuperset(user for user in n.users if not _asks_for_a_size(user))}
+
+
+def _asks_for_a_size(node: Node) -> bool:
+    return op_name(node).startswith("sym_")
 
 
 def _viewed(node: Node, inside: set[Node]) -> Node:
