@@ -53,7 +53,7 @@ def refuse_nested(gm: GraphModule) -> None:
 
 
 def refuse_direct_uses(parameters: dict[Node, str]) -> None:
-    """Of a graph's inputs that are parameters, with their names: the gradient of a use without `unshard` would be of rows, and not reduced."""
+    """Of inputs that are parameters, with their names: the gradient of a use without `unshard` would be of rows, and not reduced."""
     for node, name in parameters.items():
         if not all(graphs.leads_to(user, graphs.UNSHARD) for user in node.users):
             raise UnsupportedError(
