@@ -43,6 +43,7 @@ from autoshard.passes import graphs
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
+from autoshard.passes.name_parameters import refuse_direct_uses, refuse_nested
 from autoshard.plan import Plan
 from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
 from autoshard.runtime import optimizers, processes, scaler
@@ -103,6 +104,13 @@ class FirstGraph:
                 "on a shard that write would be lost"
             )
 
+    def refuse_direct_uses(self) -> None:
+        """Dynamo gets through no trace of rows that are mixed with tensors, and would not name the parameter."""
+        if self.capture is not None:
+            refuse_nested(self.capture.graph)
+            places = self.capture.graph.graph.find_nodes(op="placeholder")
+            refuse_direct_uses({places[i]: name for i, name in self.capture.parameters.items()})
+
     def refuse_transformed(self) -> None:
         """Torch takes no DTensor apart there."""
         if self.transformed:
@@ -141,6 +149,7 @@ class FirstCall:
         """Plan and shard. Everything is checked before anything is touched; after that, failure is final."""
         if self.world.size > 1:
             self.graph.refuse_writes()
+            self.graph.refuse_direct_uses()
         inventory = self.graph.inventory
         with self.phases.phase("plan", counted(self.world.size, "process", "processes")):
             plan = self._agree(inventory)

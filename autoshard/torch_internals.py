@@ -452,8 +452,10 @@ def _written(scheduler: Any, kernel: Any) -> int:
 
 
 def wrap_compiled(compiled: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Puts a wrapper around what a graph compiled by `inner_inductor` runs (its cached form is unaffected)."""
-    compiled.current_callable = wrapper(compiled.current_callable)
+    """Puts a wrapper around what a graph compiled by `inner_inductor` runs (its cached form is unaffected). One that calls nothing has
+    no code, and stays as it is. Seen: 2.13."""
+    if hasattr(compiled, "current_callable"):
+        compiled.current_callable = wrapper(compiled.current_callable)
     return compiled
 
 

@@ -111,6 +111,19 @@ def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.M
     assert "torch.ops.autoshard.gather_direct" in lowered
 
 
+def _drops(x: Tensor) -> Tensor:
+    x.add(1)
+    return x
+
+
+def test_a_graph_that_calls_nothing_is_run() -> None:
+    """What nobody takes is a call to Dynamo, and none to Inductor any more; so is a piece between two breaks that asks for sizes alone."""
+    torch.compiler.reset()
+    compiled = torch.compile(_drops, backend=autoshard.backend(config(0, codegen="inductor")))
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(compiled(x), x)
+
+
 @pytest.mark.full
 def test_without_a_compiler_codegen_is_eager_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     body = """

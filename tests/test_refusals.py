@@ -294,12 +294,19 @@ class Penalized(Net):
         return super().forward(x) + sum(p.pow(2).sum() for p in self.parameters())
 
 
-def penalized(zero: int) -> None:
-    compiled: Any = torch.compile(Penalized(), backend=autoshard.backend(config(zero)))
+class Mixed(Net):
+    """Uses a parameter beside what depends on inputs: Dynamo gets through no trace of its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + dict(self.named_parameters())["up.weight"].sum())
+
+
+def uses_directly(build: Callable[[], nn.Module], zero: int) -> None:
+    compiled: Any = torch.compile(build(), backend=autoshard.backend(config(zero)))
     compiled(inputs_of(1)[0, dist.get_rank()]).backward()
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_parameters_used_inside_forward_are_refused(two: Cluster, zero: int) -> None:
-    for text in two.run(what_is_said, penalized, zero):
+@pytest.mark.parametrize(("build", "zero"), [(Penalized, 0), (Penalized, 3), (Mixed, 3)])
+def test_parameters_used_inside_forward_are_refused(two: Cluster, build: Callable[[], nn.Module], zero: int) -> None:
+    for text in two.run(what_is_said, uses_directly, build, zero):
         assert "UnsupportedError: forward uses parameter 'up.weight' other than through its module" in text, text

@@ -26,7 +26,7 @@ class NameParameters:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        _refuse_nested(gm)
+        refuse_nested(gm)
         written = graphs.written(gm)
         for node in graphs.calls(gm, graphs.UNSHARD):
             if written(node):
@@ -38,11 +38,12 @@ class NameParameters:
         for node in graphs.calls(gm, graphs.LOW_RANK):
             node.update_arg(4, node.args[0].args[3])  # type: ignore[union-attr]
         if not context.plan.leaves_alone:
-            _refuse_direct_uses({node: context.parameters[i] for node, i in inputs.items() if i in context.parameters})
+            refuse_direct_uses({node: context.parameters[i] for node, i in inputs.items() if i in context.parameters})
         return gm
 
 
-def _refuse_nested(gm: GraphModule) -> None:
+def refuse_nested(gm: GraphModule) -> None:
+    """Of a graph: `unshard` inside of graphs that it calls."""
     for inner in graphs.nested(gm):
         for node in graphs.calls(inner, graphs.UNSHARD)[:1]:
             raise UnsupportedError(
@@ -51,8 +52,8 @@ def _refuse_nested(gm: GraphModule) -> None:
             )
 
 
-def _refuse_direct_uses(parameters: dict[Node, str]) -> None:
-    """The gradient of a use without `unshard` would be of rows, and not reduced."""
+def refuse_direct_uses(parameters: dict[Node, str]) -> None:
+    """Of inputs that are parameters, with their names: the gradient of a use without `unshard` would be of rows, and not reduced."""
     for node, name in parameters.items():
         if not all(graphs.leads_to(user, graphs.UNSHARD) for user in node.users):
             raise UnsupportedError(
