@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import autoshard
 from autoshard.capture import capture
 from tests.cluster import Cluster
 from tests.models import Batch, Case
@@ -128,3 +131,48 @@ def test_a_capture_has_each_block_in_its_own_mode(mode: Mode, what: str, inside:
     graph = capture(Stack(mode), torch.randint(16, (2, 5))).graph.graph
     lines = graph.find_nodes(op="call_function", target=nn.functional.linear)
     assert [getattr(n.meta["example_value"], what) for n in lines] == [inside] * 3 + [outside] * 9
+
+
+class Scaled(nn.Module):
+    """With numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.dropout, self.scale = nn.Linear(8, 8), nn.Dropout(0.0), 0.7
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.dropout(self.line(x)).unsqueeze(0)
+        return x + nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout.p, scale=self.scale)[0]
+
+
+class Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def _with_open_numbers() -> float:
+    """How far the gradients of three steps of other lengths are from those of the plain model."""
+    torch.manual_seed(0)
+    plain = Numbers()
+    model = copy.deepcopy(plain)
+    compiled = torch.compile(model, backend=autoshard.backend(config(0)), dynamic=True)
+    torch.manual_seed(dist.get_rank())
+    for length in (4, 5, 7):
+        x = torch.randn(length, 8)
+        compiled(x).backward()
+        plain(x).backward()
+    for q in plain.parameters():
+        dist.all_reduce(q.grad)
+    pairs = zip(model.parameters(), plain.parameters())
+    return max(float((p.grad - q.grad / dist.get_world_size()).abs().max()) for p, q in pairs)  # type: ignore[operator]
+
+
+def test_a_module_s_numbers_may_be_open_too(two: Cluster) -> None:
+    """With dynamic=True they come in tensors, of which a graph of its own could not tell the numbers."""
+    assert max(two.run(_with_open_numbers)) <= TOLERANCE

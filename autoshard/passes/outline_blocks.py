@@ -135,7 +135,7 @@ class Run:
         """Whether it is a function of tensors and sizes that gives tensors."""
         results = [_value(n) for n in self.outputs]
         gives = bool(results) and all(isinstance(v, Tensor) for v in results)
-        return gives and all(map(_can_be_given, self.inputs)) and not any(map(_sets_mode, self.nodes))
+        return gives and all(map(_can_be_given, self.inputs)) and not any(_sets_mode(n) or _takes_a_number(n) for n in self.nodes)
 
     def policy(self, context: Context) -> str:
         """What the plan saves of this block for backward."""
@@ -276,6 +276,12 @@ def _may_switch(node: Node) -> bool:
 def _sets_mode(node: Node) -> bool:
     """Whether this is a call for its effect, such as one that turns gradients off."""
     return node.op != "get_attr" and _value(node) is None
+
+
+def _takes_a_number(node: Node) -> bool:
+    """Whether this takes a number out of a tensor: with torch.compile(dynamic=True) a module's own come in tensors, and what the trace
+    took them for is known where the graph begins alone."""
+    return node.op == "call_method" and node.target == "item"
 
 
 def _runs(gm: GraphModule, plan: Plan) -> Iterator[Run]:
