@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -48,6 +48,12 @@ class Capture:
     buffers: dict[int, str]
     tracing: Tracing
     open: Open = field(default_factory=Open)
+
+    @property
+    def named_inputs(self) -> dict[Node, str]:
+        """The graph's inputs that are parameters, with their names."""
+        places = self.graph.graph.find_nodes(op="placeholder")
+        return {place: self.parameters[i] for i, place in enumerate(places) if i in self.parameters}
 
 
 class _Captured(ThroughDynamo):

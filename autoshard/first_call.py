@@ -89,9 +89,7 @@ class FirstGraph:
     @staticmethod
     def captured(capture: Capture) -> FirstGraph:
         """Of a copy of the model, whose modules show their parameters as sharded ones do."""
-        places = capture.graph.graph.find_nodes(op="placeholder")
-        names = {place: capture.parameters[i] for i, place in enumerate(places) if i in capture.parameters}
-        whole = {u: name for n, name in names.items() for u in n.users if graphs.is_call(u, graphs.UNSHARD)}
+        whole = {u: name for n, name in capture.named_inputs.items() for u in n.users if graphs.is_call(u, graphs.UNSHARD)}
         inside = graphs.in_transforms(capture.graph)
         transformed = tuple(name for node, name in whole.items() if node in inside)
         return FirstGraph(capture.inventory, _written(capture.graph, whole), capture, transformed)
@@ -108,8 +106,7 @@ class FirstGraph:
         """Dynamo gets through no trace of rows that are mixed with tensors, and would not name the parameter."""
         if self.capture is not None:
             refuse_nested(self.capture.graph)
-            places = self.capture.graph.graph.find_nodes(op="placeholder")
-            refuse_direct_uses({places[i]: name for i, name in self.capture.parameters.items()})
+            refuse_direct_uses(self.capture.named_inputs)
 
     def refuse_transformed(self) -> None:
         """Torch takes no DTensor apart there."""

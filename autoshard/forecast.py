@@ -77,7 +77,7 @@ class Forecaster:
 
     def _predict(self, plan: Plan) -> dict[str, Any]:
         """What is predicted of a step, by the prediction's names for it."""
-        doing(f"simulating a step by ZeRO-{plan.stage}{', with recomputation' if plan.recompute else ''}")
+        doing(f"simulating a step by {plan.summary}")
         program, curve, took, unknown = self.simulated(plan)
         peak = curve.peak()
         return {

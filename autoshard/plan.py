@@ -288,6 +288,11 @@ class Plan:
         return max(g.degrees.stage for g in self.groups)
 
     @property
+    def summary(self) -> str:
+        """In a few words: "ZeRO-3, with recomputation"."""
+        return f"ZeRO-{self.stage}{', with recomputation' if self.recompute else ''}"
+
+    @property
     def leaves_alone(self) -> bool:
         """True for one process: nothing is rewritten."""
         return self.world == 1

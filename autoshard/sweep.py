@@ -150,7 +150,7 @@ def sweep(
 
 def _ways(forecast: Forecaster, plans: Sequence[Plan]) -> Iterator[Way]:
     for i, plan in enumerate(plans, 1):
-        doing(f"simulating configuration {i} of {len(plans)}: ZeRO-{plan.stage}{', with recomputation' if plan.recompute else ''}")
+        doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")
         yield Way(plan, *forecast.costs(plan))
 
 

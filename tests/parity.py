@@ -127,15 +127,19 @@ def measure(
 
 
 def measure_case(
-    case: Case, config: autoshard.Config, make: Callable[..., torch.optim.Optimizer] = adamw, steps: int = STEPS
+    case: Case,
+    config: autoshard.Config,
+    make: Callable[..., torch.optim.Optimizer] = adamw,
+    steps: int = STEPS,
+    dynamic: bool | None = None,
 ) -> Distance:
-    """The same of a case that has no name."""
+    """The same of a case that has no name. dynamic: torch.compile's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # other parameters on each process: rank 0's must win
     model = case.build()
     reference = Trainer(rank0_copy(model), case, make)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config), dynamic=dynamic)
     distance = Distance()
     for batches in batches_of(case, world, steps):
         loss = case.loss(compiled(**batches[rank]))

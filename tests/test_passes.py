@@ -31,8 +31,9 @@ LOGICAL = "name_parameters,merge_unshards,sync_buffers,regather,bucket"  # witho
 
 
 def _calls(gm: GraphModule) -> list[str]:
-    named = {"unshard_parameter": "unshard_parameter", "to_local": "to_local", "unshard": "unshard"}
-    return [named.get(passgraphs.callee(n).partition(".")[0], "") for n in gm.graph.nodes if n.op.startswith("call")]
+    """What is called, of what stands for parameters by its name."""
+    names = [passgraphs.callee(n).partition(".")[0] for n in gm.graph.nodes if n.op.startswith("call")]
+    return [name if name in ("unshard_parameter", "to_local", "unshard") else "" for name in names]
 
 
 @pytest.mark.parametrize(("zero", "rows"), [(0, []), (3, ["to_local"])])

@@ -1,7 +1,6 @@
 """`unshard_parameter`: what stands for a sharded parameter in a graph as Dynamo gives it.
 
-Dynamo takes a millisecond for each call that it follows, a DTensor's more, and goes through a parameter once for each of a model's.
-So the rows, the shape and `unshard` itself are one call to it, of which it asks no more than what is given;
+Dynamo takes a millisecond for each call that it follows, more where that is a DTensor's, and a model has many parameters. So the rows, the shape and `unshard` itself are one call to it, of which it asks no more than what is given;
 `expand_unshards` writes them out before anything else reads the graph.
 """
 
