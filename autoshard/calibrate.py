@@ -15,15 +15,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoshard.codegen import has_compiler
+from autoshard.compiler import Backend
+from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_by
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
@@ -42,6 +45,7 @@ SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
 IN_A_ROW = 3  # collectives
 BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct", "swap_direct")  # whose sends begin in the thread that asks for them
 PACKED = 8  # parameters
+MANY = (16, 96)  # parameters of models that do nothing else
 TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
 SHARINGS = 5  # times that is measured how compute and collectives get on beside each other: it depends on where threads were put
 POOL = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of buffers that are taken in turn: some times what the largest caches hold
@@ -75,7 +79,7 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
     where = Group(world.size, -(-world.size // int(_together(min(processes.on_this_node(), world.size)))))
     together = [*_packs(device), *_collectives(device, where, group)] if group else []
-    rows = [*_kernels(device), *serial, *together]
+    rows = [*_kernels(device), *serial, *together, *(_parameters(world.size) if device.type == "cpu" else ())]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, dict[float, list[float]]] = {}
     for row in shown:
@@ -258,6 +262,42 @@ def _packs(device: torch.device) -> Iterable[Row]:
 
             size = passing(PACKED * n * 4, PACKED * n * dtype.itemsize, device.type)
             yield Row(table, size, _turns(pack, [(n,)] * PACKED, torch.float32, device))
+
+
+class _Many(nn.Module):
+    """So little is computed of its parameters that a step takes what it does for each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(16) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.cat(list(self.weights)) * x).sum()
+
+
+def _parameters(world: int) -> Iterable[Row]:
+    """What a step does for parameters beside kernels and messages: guards, their rows, what autograd adds up, the optimizer's loop."""
+    tables: dict[str, Literal[0, 3]] = {"parameter": 0, "sharded": 3} if world > 1 else {"parameter": 0}
+    for table, zero in tables.items():
+        for count in MANY:
+            yield Row(table, count, lambda count=count, zero=zero: itertools.repeat(_step_of_many(count, zero)))  # type: ignore[misc]
+
+
+@functools.cache
+def _step_of_many(count: int, zero: Literal[0, 3]) -> Callable[[], float]:
+    """A step by the backend itself, which says how many seconds this thread did not wait."""
+    model, x = _Many(count), torch.ones(16 * count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    compiled = torch.compile(model, backend=Backend(Config(zero=zero, codegen="eager", replicate_below=0, verbose=False)))
+
+    def step() -> float:
+        start = time.thread_time()
+        compiled(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.thread_time() - start
+
+    return step
 
 
 def _one_by_one() -> Iterable[Row]:

@@ -86,7 +86,7 @@ class Forecaster:
             "place": _place(program, peak),
             "error": accuracy.memory_error(self.cluster.device, self.inductor),
             "unknown": (*unknown, *_strange(self.cluster), *_behind(self.captured)),
-            "seconds": {"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer},
+            "seconds": _parts(took),
             "seconds_error": accuracy.time_error(self.cluster.device, self.inductor),
             "reserved": None if self.cluster.device.name == "cpu" else allocator.reserved(program),
         }
@@ -105,11 +105,11 @@ class Forecaster:
         else is decided by sizes, is as at the traced ones."""
         program, curve, _, _ = self.simulated(plan)
         held, _ = self._held(plan)
-        return curve, schedule(program, held.moved, self.cluster, groups_of(plan, self.cluster), self.inductor)
+        return curve, schedule(program, held, self.cluster, groups_of(plan, self.cluster), self.inductor)
 
     def _simulate(self, plan: Plan, rehearsed: Rehearsed, held: Held) -> tuple[Program, Curve, StepTime]:
         program = self._program(rehearsed, held)
-        took = step_time(program, held.moved, self.cluster, groups_of(plan, self.cluster), self.inductor)
+        took = step_time(program, held, self.cluster, groups_of(plan, self.cluster), self.inductor)
         land(program, took.timeline)
         return program, simulate(program), took
 
@@ -219,7 +219,13 @@ class Forecaster:
         apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
         assumed = () if memory else ("the optimizer's own state and step (Adam's are assumed)",)
         memory = memory or _as_adam(trained)
-        return Held(categories, memory.state, memory.scratch, apart, memory.moved), assumed
+        sharded = sum(plan.group_of[p.name].degrees.optimizer > 1 for p in filter(is_trained, infos))
+        return Held(categories, memory.state, memory.scratch, apart, memory.moved, len(trained) - sharded, sharded), assumed
+
+
+def _parts(took: StepTime) -> dict[str, float]:
+    parts = {"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer}
+    return {**parts, "overhead": took.overhead} if took.overhead else parts
 
 
 def _step(program: Program, curve: Curve, took: StepTime) -> Step:

@@ -165,7 +165,7 @@ def share(program: Program, took: StepTime) -> float:
     spans = [s for s in took.timeline.spans if s.stream == "compute"]
     kinds = [work_of(program.operations[s.operation]).kind for s in spans]
     matmuls = sum(s.end - s.start for s, kind in zip(spans, kinds) if kind in BY_FLOPS)
-    return matmuls / (sum(s.end - s.start for s in spans) + took.optimizer)
+    return matmuls / (sum(s.end - s.start for s in spans) + took.optimizer + took.overhead)
 
 
 def measure(case: Case, plan: Plan, scratch: Path) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
 from autoshard import Config
+from autoshard.calibrate import _parameters
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -157,6 +158,25 @@ def test_a_view_takes_a_call_where_no_code_is_generated(codegen: str, calls: boo
     slow = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1.0),)}))
     _, _, slower, _ = Forecaster(forecaster.captured, NAMED["adamw"], slow, codegen).simulated(plan)
     assert slower.seconds - took.seconds == pytest.approx(views, abs=1e-6)
+
+
+@pytest.mark.parametrize(("zero", "table"), [(0, "parameter"), (3, "sharded")])
+def test_what_a_step_does_for_each_parameter_takes_time_where_that_was_measured(zero: int, table: str) -> None:
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 2)
+    plan = make_plan(
+        forecaster.captured.inventory, Config(zero=zero, replicate_below=0), Circumstances(forecaster.cluster, None), forecaster
+    )
+    trained = sum(p.requires_grad for p in Net().parameters())
+    measured = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={table: ((1.0, 0.5), (100.0, 50.0))}))
+    predicted = Forecaster(forecaster.captured, NAMED["adamw"], measured, "eager")(plan).predicted
+    assert "overhead" not in plan.predicted.seconds and predicted.seconds["overhead"] == pytest.approx(trained / 2)
+    assert predicted.step_seconds == pytest.approx((plan.predicted.step_seconds or 0.0) + trained / 2)
+
+
+def test_a_calibration_steps_models_of_little_but_parameters() -> None:
+    few, many = _parameters(world=1)
+    assert few.table == many.table == "parameter" and few.size < many.size
+    assert all(isinstance(seconds := next(row.make())(), float) and seconds > 0 for row in (few, many))
 
 
 def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> None:

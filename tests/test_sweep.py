@@ -123,7 +123,7 @@ def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> No
 
 def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
     captured = capture(Small(), _tokens(4, 16), open=True)
-    tables = {"view": ((1, 1e-5),), "gather_direct.issue@2": ((1e3, 1e-4), (1e6, 1e-2)), "pack_cast": ((1e3, 1e-4), (1e6, 1e-3))}
+    tables = {"view": ((1, 1e-5),), "sharded": ((1, 1e-4),), "gather_direct.issue@2": ((1e3, 1e-4), (1e6, 1e-2)), "pack_cast": ((1e3, 1e-4), (1e6, 1e-3))}
     shared = replace(TWO, device=replace(TWO.device, interference=0.3, drag=0.4, skew=0.1, wake=1e-4, tables=tables))
     forecaster = Forecaster(captured, STEPPED, shared, "eager")
     for way in _swept("small", "eager").ways:

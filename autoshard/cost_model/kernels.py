@@ -4,7 +4,8 @@
 attention) or bytes that pass between processor and memory (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
 Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
 size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
-row, and costs nothing where it was not measured.
+row, and costs nothing where it was not measured. "parameter" and "sharded" have a model's parameters as their size, and are what a
+step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop.
 """
 
 from __future__ import annotations

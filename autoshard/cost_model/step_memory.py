@@ -16,13 +16,16 @@ from autoshard.cost_model.sizes import Open, Size, bytes_of
 class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
     optimizer: bytes of its state; scratch: bytes that its step takes for a while. apart: bytes of parameters that the
-    graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere."""
+    graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
+    parameters are trained, those of which a process has all and those of which it has rows."""
 
     categories: Mapping[int, Category]
     optimizer: Size
     scratch: Size
     apart: Size = 0
     moved: tuple[tuple[int, int], ...] = ()
+    whole: int = 0
+    sharded: int = 0
 
 
 def program_of(

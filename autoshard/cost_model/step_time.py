@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,15 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import GATHERS, Group
 from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.hardware import Device
-from autoshard.cost_model.kernels import seconds
+from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
 from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.sizes import Open, bytes_of
 from autoshard.cost_model.step import INDEX, Sent, added_up
+from autoshard.cost_model.step_memory import Held
 from autoshard.cost_model.timeline import Link, Sharing, Timeline
 from autoshard.cost_model.work import VIEW, Work, work_of
 
-Moved = Sequence[tuple[int, int]]
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -32,22 +32,22 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part; a timeline of forward and backward."""
+    """Seconds of a step by part; a timeline of forward and backward. overhead: what a step does for each parameter beside
+    kernels."""
 
     timeline: Timeline
     optimizer: float
+    overhead: float
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.timeline.seconds + self.optimizer
+        return self.timeline.seconds + self.optimizer + self.overhead
 
 
-def step_time(
-    program: Program, moved: Moved, cluster: Cluster, groups: Mapping[str, Group], fused: bool
-) -> StepTime:
-    """The time of a program, sizes as they were in the trace. groups: of processes, by name. moved: see
-    `OptimizerMemory`. fused: generated code."""
+def step_time(program: Program, held: Held, cluster: Cluster, groups: Mapping[str, Group], fused: bool) -> StepTime:
+    """The time of a program, sizes as they were in the trace. held: beside it. groups: of processes, by name. fused:
+    generated code."""
 
     @functools.cache
     def spent(work: Work, generated: bool) -> float:
@@ -63,12 +63,10 @@ def step_time(
     sharing = Sharing.on(cluster.device, groups.values())
     issue = functools.partial(_issue_seconds, cluster=cluster, groups=groups)
     line = timeline.simulate(program, kernel, collective, sharing, functools.partial(_link_of, groups), issue)
-    return StepTime(line, _optimizer(moved, cluster))
+    return StepTime(line, _optimizer(held, cluster.device), _overhead(held, cluster.device))
 
 
-def schedule(
-    program: Program, moved: Moved, cluster: Cluster, groups: Mapping[str, Group], fused: bool
-) -> Schedule:
+def schedule(program: Program, held: Held, cluster: Cluster, groups: Mapping[str, Group], fused: bool) -> Schedule:
     """The same step for many sizes at once."""
     return schedule_of(
         program,
@@ -76,14 +74,20 @@ def schedule(
         lambda operation: fused and is_generated(operation),
         cluster.device,
         Sharing.on(cluster.device, groups.values()),
-        _optimizer(moved, cluster),
+        _optimizer(held, cluster.device) + _overhead(held, cluster.device),
         functools.partial(_link_of, groups),
         functools.partial(_issue_seconds, cluster=cluster, groups=groups),
     )
 
 
-def _optimizer(moved: Moved, cluster: Cluster) -> float:
-    return sum(float(seconds(Work("pointwise", 0, *bytes), cluster.device)) for bytes in moved)
+def _optimizer(held: Held, device: Device) -> float:
+    return sum(float(seconds(Work("pointwise", 0, *bytes), device)) for bytes in held.moved)
+
+
+def _overhead(held: Held, device: Device) -> float:
+    """None where kernels run behind the processor that asks for them."""
+    counts = {"parameter": held.whole, "sharded": held.sharded}
+    return sum(float(look_up(device.tables[name], count)) for name, count in counts.items() if count and name in device.tables)
 
 
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:
