@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import Device
+from autoshard.errors import ConfigError
 from autoshard.family import Family
 from autoshard.first_call import (
     FirstCall,
@@ -86,8 +87,9 @@ class Backend:
             return None
         return FirstGraph.captured(captured)
 
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What torch.compile asks of a backend: something that runs `gm`."""
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **said: Any) -> Callable[..., Any]:
+        """What torch.compile asks of a backend: something that runs `gm`. ConfigError if torch.compile was said more."""
+        _refuse(said)
         if any(isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs):
             torch_internals.guard_parameters()
         state = self._state_for(inputs)
@@ -273,10 +275,18 @@ class Backend:
 
 
 def registered(
-    gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
+    gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None, **said: Any
 ) -> Callable[..., Any]:
     """The entry point of `torch.compile(model, backend="autoshard", options={...})`."""
-    return _backend_with(options or {})(gm, inputs)
+    return _backend_with(options or {})(gm, inputs, **said)
+
+
+def _refuse(said: Mapping[str, Any]) -> None:
+    for name, value in said.items():
+        raise ConfigError(
+            f"torch.compile: {name}={value!r} is for Inductor alone; legal: autoshard.backend(autoshard.Config(...)) without, "
+            'or backend="autoshard" with options={...} of Config\'s fields'
+        )
 
 
 _registered: dict[str, Backend] = {}
@@ -296,8 +306,10 @@ def _before_trace() -> None:
     call = next(torch_internals.compiled_calls(), None)
     if call is None or call.module is None:
         return
-    backend = _backend_with(call.options) if call.backend is registered else call.backend
+    named, said = call.backend is registered, dict(call.said)
+    backend = _backend_with(said.pop("options", {})) if named else call.backend
     if isinstance(backend, Backend):
+        _refuse(said)  # while nothing is sharded
         backend.before_trace(call.module, call.arguments, call.keywords)
 
 

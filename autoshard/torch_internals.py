@@ -201,13 +201,14 @@ def behind_a_break() -> bool:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call of what torch.compile gave, while it runs. backend, options: what torch.compile was given."""
+    """A call of what torch.compile gave, while it runs. backend, said: what torch.compile was given, options and a mode among
+    the latter."""
 
     function: Any
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     backend: Any
-    options: dict[str, Any]
+    said: dict[str, Any]
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -226,9 +227,9 @@ def compiled_calls() -> Iterator[CompiledCall]:
         found = frame.f_locals
         if frame.f_code.co_name == "compile_wrapper" and "fn" in found:
             wrapper = _wrapper_behind(found.get("callback"))
-            options = getattr(wrapper, "kwargs", {}).get("options", {})
+            said = getattr(wrapper, "kwargs", {})
             backend = getattr(wrapper, "compiler_fn", wrapper)
-            yield CompiledCall(found["fn"], found.get("args", ()), found.get("kwargs", {}), backend, options)
+            yield CompiledCall(found["fn"], found.get("args", ()), found.get("kwargs", {}), backend, said)
 
 
 def _frames() -> Iterator[Any]:

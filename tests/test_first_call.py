@@ -279,6 +279,18 @@ def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str)
         assert says in text
 
 
+@pytest.mark.parametrize("said", [{"mode": "reduce-overhead"}, {"options": {"max_autotune": True}}])
+@pytest.mark.parametrize("compile", [torch.compile, lambda model, **given: model.compile(**given) or model])
+def test_what_inductor_alone_can_be_told_is_refused(compile: Callable[..., Any], said: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    name = next(iter(said))
+    with pytest.raises(autoshard.AutoshardError, match=f"torch.compile: {name}=.* is for Inductor alone; legal: autoshard.backend"):
+        compile(Layer(), backend=autoshard.backend(CONFIG), **said)(torch.ones(2, 6))
+    if name == "mode":
+        with pytest.raises(autoshard.AutoshardError, match="is for Inductor alone"):
+            compile(Layer(), backend="autoshard", **said)(torch.ones(2, 6))
+
+
 def test_one_process_is_forecast_in_the_dtypes_that_it_trains_in() -> None:
     """Which a precision does not change; what a job says of its step is what a plan beside it says."""
     options, x = autoshard.Config(memory_budget="1GiB", precision="bf16", codegen="eager", verbose=False), torch.randn(256, 64)

@@ -91,7 +91,7 @@ def test_compiled_calls_are_seen_while_they_run() -> None:
     torch.compile(function, backend=backend)(x)
     assert found[-1].function is function and found[-1].arguments[0] is x and found[-1].module is None
     torch.compile(model, backend=backend)(x)
-    assert found[-1].module is model and found[-1].backend is backend
+    assert found[-1].module is model and found[-1].backend is backend and found[-1].said == {}
     in_place.compile(backend=backend)
     torch.compiler.reset()  # the two share their code
     in_place(x=x)
