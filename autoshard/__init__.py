@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from autoshard import optim
 from autoshard.compiler import Backend
 from autoshard.config import Config
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, ConfigError
 from autoshard.optim import fuse
 from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
@@ -52,8 +52,11 @@ __all__ = [
 ]
 
 
-def backend(config: Config | None = None) -> Backend:
-    """A backend for torch.compile. Without a config everything is decided from the model and the machine."""
+def backend(config: Config | None = None, *graph: Any) -> Backend:
+    """A backend for torch.compile. Without a config everything is decided from the model and the machine. ConfigError of anything
+    else, such as a graph's module and inputs: what torch.compile gives it where it was not called."""
+    if graph or not isinstance(config, Config | None):
+        raise ConfigError(f"backend: {type(config).__name__} is not legal; legal: backend=autoshard.backend(autoshard.Config(...)), called")
     return Backend(config)
 
 

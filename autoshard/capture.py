@@ -67,6 +67,7 @@ class _Captured(ThroughDynamo):
 def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None, open: bool = False) -> Capture:
     """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords. open: for
     any batch, and any number of tokens, where it lets them be open."""
+    model = torch_internals.original_of(model)
     try:
         return capture_call(model, *as_call(example_inputs), compute, open)
     except AutoshardError:

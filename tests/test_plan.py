@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import autoshard
 from autoshard import Config, Degrees, ParameterGroup, Plan
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -287,3 +290,17 @@ def test_a_budget_says_how_many_gathered_copies_are_kept() -> None:
     assert kept[0] == ["layers.3"] and {len(names) for names in kept} >= {1, 2, 3, 5}
     assert all(set(fewer) <= set(more) for fewer, more in zip(kept, kept[1:]))
     assert {t.messages for t in plan.predicted.traffic if t.collective == "all_gather"} == {len(plan.groups) - 1}
+
+
+def test_a_compiled_model_has_the_plan_of_what_it_was_compiled_from() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), torch.zeros(4, 8)
+    compiled = torch.compile(model, backend=autoshard.backend(Config(codegen="eager")))
+    plans = [autoshard.plan(m, x, Config(zero=3, replicate_below=0, codegen="eager"), Cluster(1, 2, DEVICES["cpu"])) for m in (model, compiled)]
+    assert plans[0] == plans[1] and plans[0].groups
+
+
+@pytest.mark.parametrize("said", [({"zero": 3},), ("zero=3",), (torch.fx.symbolic_trace(nn.ReLU()), [])])
+def test_a_backend_takes_a_config_alone(said: tuple[Any, ...]) -> None:
+    """torch.compile(model, backend=autoshard.backend), not called, gives it a graph and its inputs."""
+    with pytest.raises(ConfigError, match=rf"backend: {type(said[0]).__name__} is not legal; legal: backend=autoshard.backend\("):
+        autoshard.backend(*said)
