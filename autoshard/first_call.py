@@ -360,6 +360,11 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
                 f"parameter {name!r} is a DTensor already; autoshard takes plain parameters. Of models that share it compile one that "
                 "holds them all"
             )
+        if parameter.is_meta:
+            raise UnsupportedError(
+                f"parameter {name!r} is on the meta device and has no values; legal: model.to_empty(device=...) and load_state_dict, "
+                "before the first call"
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
             raise UnsupportedError(
                 f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "

@@ -44,6 +44,12 @@ def sharded_by_fsdp() -> None:
     _call(fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
 
 
+def without_values() -> None:
+    with torch.device("meta"):
+        model = Net()
+    _call(model)
+
+
 def hook_from_before() -> None:
     model = Net()
     model.up.weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -199,6 +205,7 @@ def penalty_on_gradients() -> None:
 CASES: dict[Callable[[], None], str] = {
     distributed_already: "parameter 'up.weight' is a DTensor already",
     sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",
+    without_values: "parameter 'up.weight' is on the meta device and has no values; legal: model.to_empty",
     hook_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
     gradient_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
     errors_suppressed: "compiling MaxNorm failed, which suppress_errors of Dynamo's config hides",
