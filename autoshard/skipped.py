@@ -62,7 +62,7 @@ def refuse_recurrent(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             raise UnsupportedError(
-                f"module {name!r} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
+                f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
                 "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
                 "(nn.LSTMCell and nn.GRUCell are fine)"
             )
