@@ -51,9 +51,9 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
                     "silently differ; set it to False to see why"
                 )
             raise DivergenceError(
-                f"{name} was compiled with autoshard, but torch.compile never gave it a graph "
-                "(Dynamo skips what is written in torch.nn, such as LSTM), so processes would silently differ; "
-                "call it from a module of your own and compile that"
+                f"{name} was compiled with autoshard, but torch.compile never gave it a graph, so processes would silently differ. "
+                "Call what torch.compile returned, not the module itself; what is written in torch.nn and compiled in place Dynamo "
+                "skips: call it from a module of your own and compile that"
             )
 
 
