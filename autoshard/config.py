@@ -81,7 +81,7 @@ class Config:
         GradScaler is there at the first call.
     plan: a Plan, or a file of one: use this and decide nothing.
     passes: a text spec of the rewrite pipeline, such as "name_parameters,merge_unshards,bucket{mb=25},lower".
-    disable_passes: names of passes to leave out.
+    disable_passes: names of passes to leave out (early_matmuls,plain_repeats on the command line).
     timeout: seconds in which every process must arrive at the first call, and a collective must end.
     arrival: seconds after which a process that gives no sign of life is not waited for at the first call; "auto": 8 where
         all are on one machine, else 60.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import autoshard
-from autoshard import Config
+from autoshard import Cluster, Config
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError
 from autoshard.plan import Plan
 from autoshard.report import plan_tables, rendered
@@ -32,6 +36,17 @@ FAMILIES = {
     "vit": models.Case(partial(models.vit, 4), _pictures),
     "conv": models.Case(partial(models.ResNet, 16), models.features(32, 16, 10, 10), lambda out: out[1]),
 }
+
+
+@pytest.mark.full
+def test_the_demo_s_budget_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the README says of it."""
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "examples")
+    model, tokens, optimizer = importlib.import_module("train_llama").build()
+    (budget,) = re.findall(r"\(BUDGET\),(\w+)\)", (root / "Makefile").read_text())
+    config = Config(memory_budget=budget, codegen="eager")
+    assert autoshard.plan(model, tokens, config, Cluster(1, 2, DEVICES["cpu"]), optimizer).sharded
 
 
 def test_dropout_of_generated_code_in_blocks_that_are_graphs_of_their_own() -> None:
