@@ -17,6 +17,7 @@ from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError
 from autoshard.plan import Plan
 from autoshard.report import plan_tables, rendered
+from autoshard.units import parse_bytes
 from tests import models
 from tests.peaks import above_held, grown_in_a_step
 from tests.recomputed import TEXT, Codegen, Deep, Stack, forecaster_of, inputs, planned
@@ -39,14 +40,18 @@ FAMILIES = {
 
 
 @pytest.mark.full
-def test_the_demo_s_budget_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the README says of it."""
-    root = Path(__file__).parents[1]
+@pytest.mark.parametrize("name", ["train_llama", "train_trainer"])
+def test_in_the_budgets_that_examples_name_only_rows_fit(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whole copies do not, whatever is computed again."""
+    root, ids = Path(__file__).parents[1], torch.zeros(8, 128, dtype=torch.long)
     monkeypatch.syspath_prepend(root / "examples")
-    model, tokens, optimizer = importlib.import_module("train_llama").build()
-    (budget,) = re.findall(r"\(BUDGET\),(\w+)\)", (root / "Makefile").read_text())
-    config = Config(memory_budget=budget, codegen="eager")
-    assert autoshard.plan(model, tokens, config, Cluster(1, 2, DEVICES["cpu"]), optimizer).sharded
+    example = importlib.import_module(name)
+    trained = example.build()[:2] if name == "train_llama" else (example.make_llama(256, 4), {"input_ids": ids, "labels": ids})
+    (budget,) = re.findall(r"--memory-budget (\w+)", example.__doc__)
+    assert name == "train_trainer" or f"$(or $(BUDGET),{budget})" in (root / "Makefile").read_text()
+    plans = [autoshard.plan(*trained, Config(zero=z, recompute="full", codegen="eager"), Cluster(1, 2, DEVICES["cpu"])) for z in (3, 0)]
+    rows, whole = (plan.predicted.peak_bytes for plan in plans)
+    assert rows < parse_bytes(budget) < whole
 
 
 def test_dropout_of_generated_code_in_blocks_that_are_graphs_of_their_own() -> None:
