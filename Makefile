@@ -16,7 +16,7 @@ export PIP_NO_COMPILE := 1
 .PHONY: demo test test-alone test-together test-all check bench bench-accuracy bench-links bench-recompute wheel clean
 
 demo: $(VENV)/ready
-	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),75MiB)
+	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),60MiB)
 
 test: test-alone test-together
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from autoshard import optim
 from autoshard.compiler import Backend
 from autoshard.config import Config
+from autoshard.cost_model.cluster import Cluster
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.optim import fuse
 from autoshard.plan import Degrees, ParameterGroup, Plan
@@ -31,6 +32,7 @@ from autoshard.version import __version__
 
 __all__ = [
     "AutoshardError",
+    "Cluster",
     "Config",
     "Degrees",
     "ParameterGroup",

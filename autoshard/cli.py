@@ -146,7 +146,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> Answer:
     candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments)
     optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
-    with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster, console):
+    with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster, optimizer, console):
         made = plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
     return Answer(made, _about(candidate.model, cluster))
 
@@ -160,12 +160,14 @@ def _sweep(arguments: argparse.Namespace) -> Answer:
 
 
 @contextlib.contextmanager
-def _first_look(model: nn.Module, config: Config, cluster: Cluster, console: Console) -> Iterator[None]:
+def _first_look(
+    model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | None, console: Console
+) -> Iterator[None]:
     """While the inside takes its time, what is known already stands on the console."""
 
     def show_it() -> None:
         with contextlib.suppress(AutoshardError):  # the inside will say it better
-            _print_first(console, first_look(model, config, cluster))
+            _print_first(console, first_look(model, config, cluster, optimizer))
 
     timer = threading.Timer(PATIENCE, show_it)
     timer.start()

@@ -20,6 +20,7 @@ PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "triton", "eager")
 HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 MESH_AXES = ("replicate", "shard")
+LONGEST = 1e9  # seconds, 30 years
 _DECIDING = (
     "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "hierarchy", "early_gathers",
     "buffers", "replicate_below",
@@ -29,6 +30,15 @@ _DECIDING = (
 def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:
     if not any(value is v or (type(value) is type(v) and value == v) for v in legal):
         raise ConfigError(f"{name}: {value!r} is not legal; {nearest(value, legal)}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_time(value: Any) -> bool:
+    """Seconds that something can be waited for: not those of inf or nan, which torch takes no timeout of."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LONGEST
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Config:
         GradScaler is there at the first call.
     plan: a Plan, or a file of one: use this and decide nothing.
     passes: a text spec of the rewrite pipeline, such as "name_parameters,merge_unshards,bucket{mb=25},lower".
-    disable_passes: names of passes to leave out.
+    disable_passes: names of passes to leave out (early_matmuls,plain_repeats on the command line).
     timeout: seconds in which every process must arrive at the first call, and a collective must end.
     arrival: seconds after which a process that gives no sign of life is not waited for at the first call; "auto": 8 where
         all are on one machine, else 60.
@@ -112,6 +122,7 @@ class Config:
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))
         _one_of("early_gathers", self.early_gathers, (False, True))
         _one_of("buffers", self.buffers, BUFFERS)
+        _one_of("verbose", self.verbose, (False, True))
         self._check_budget()
         self._check_mesh()
         self._check_precision()
@@ -121,6 +132,8 @@ class Config:
         self._check_plan()
         if not isinstance(self.cluster, Cluster | str | Path):
             raise ConfigError(f"cluster: {self.cluster!r} is not legal; legal: 'auto', a Cluster, or a YAML file")
+        if not isinstance(self.dump_dir, str | Path | None):
+            raise ConfigError(f"dump_dir: {self.dump_dir!r} is not legal; legal: a folder, or None")
 
     def _check_budget(self) -> None:
         budget = self.memory_budget
@@ -129,25 +142,33 @@ class Config:
                 raise ConfigError(f"memory_budget: {budget!r} is no memory at all; legal: 1 byte or more")
         elif isinstance(budget, bool) or not isinstance(budget, int | float | None):
             raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; write 72GiB, 80GB or 0.9")
-        elif budget is not None and (budget <= 0 or (isinstance(budget, float) and budget > 1)):
+        elif budget is not None and (not budget > 0 or (isinstance(budget, float) and budget > 1)):  # nan is neither
             raise ConfigError(
                 f"memory_budget: {budget!r} is out of range; an int is bytes, a float a share in (0, 1]"
             )
 
     def _check_mesh(self) -> None:
+        if not isinstance(self.mesh, dict | DeviceMesh | None):
+            raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: None, {{'replicate': 2, 'shard': 4}}, or a DeviceMesh")
         axes = dict(self.mesh_axes() or {})
         for name, size in axes.items():
             _one_of("mesh", name, MESH_AXES)
-            if not isinstance(size, int) or size < 1:
+            if not _is_whole(size) or size < 1:
                 raise ConfigError(f"mesh: axis {name!r} has size {size!r}; legal: a whole number of 1 or more")
 
     def _check_precision(self) -> None:
-        if not isinstance(self.precision, MixedPrecisionPolicy):
-            _one_of("precision", self.precision, (None, *PRECISIONS))
+        policy = self.precision
+        if not isinstance(policy, MixedPrecisionPolicy):
+            _one_of("precision", policy, (None, *PRECISIONS))
+        elif policy.output_dtype is not None or not policy.cast_forward_inputs:
+            raise ConfigError(
+                f"precision: {policy} has more than param_dtype and reduce_dtype, and nothing else of it is carried out; legal: "
+                "output_dtype=None, cast_forward_inputs=True"
+            )
 
     def _check_low_rank(self) -> None:
         rank = self.compression_rank
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        if not _is_whole(rank) or rank < 1:
             raise ConfigError(f"compression_rank: {rank!r} is not legal; legal: a whole number of 1 or more")
         if self.compression == POWERSGD and self.zero not in ("auto", 0):
             raise ConfigError(
@@ -157,16 +178,20 @@ class Config:
 
     def _check_numbers(self) -> None:
         below = self.replicate_below
-        if below != "auto" and (not isinstance(below, int) or below < 0):
+        if below != "auto" and (not _is_whole(below) or below < 0):
             raise ConfigError(f"replicate_below: {below!r} is not legal; legal: 'auto' or elements, 0 or more")
-        if not isinstance(self.timeout, int | float) or self.timeout <= 0:
-            raise ConfigError(f"timeout: {self.timeout!r} is not legal; legal: seconds, more than 0")
-        if self.arrival != "auto" and (not isinstance(self.arrival, int | float) or self.arrival <= 0):
-            raise ConfigError(f"arrival: {self.arrival!r} is not legal; legal: 'auto' or seconds, more than 0")
+        if not _is_time(self.timeout):
+            raise ConfigError(f"timeout: {self.timeout!r} is not legal; legal: seconds, more than 0 and at most {LONGEST:g}")
+        if self.arrival != "auto" and not _is_time(self.arrival):
+            raise ConfigError(f"arrival: {self.arrival!r} is not legal; legal: 'auto' or seconds, more than 0 and at most {LONGEST:g}")
 
     def _check_passes(self) -> None:
         from autoshard.passes import registry
 
+        if not isinstance(self.passes, str | None):
+            raise ConfigError(f"passes: {self.passes!r} is not legal; legal: None, or a text such as 'name_parameters,merge_unshards,lower'")
+        if not isinstance(self.disable_passes, tuple | list):
+            raise ConfigError(f"disable_passes: {self.disable_passes!r} is not legal; legal: a tuple of names, such as ('early_matmuls',)")
         legal = tuple(sorted(registry.PASSES))
         for name in self.disable_passes:
             _one_of("disable_passes", name, legal)
@@ -177,6 +202,8 @@ class Config:
             raise ConfigError("early_gathers: no pass 'early_gathers'; legal: passes with it, or early_gathers=False")
 
     def _check_plan(self) -> None:
+        if not isinstance(self.plan, Plan | str | Path | None):
+            raise ConfigError(f"plan: {self.plan!r} is not legal; legal: None, a Plan, or a file of one")
         changed = [f.name for f in fields(self) if f.name in _DECIDING and getattr(self, f.name) != f.default]
         if self.plan is not None and changed:
             raise ConfigError(f"{changed[0]}: a pinned plan decides this; legal: plan= or {changed[0]}=, not both")

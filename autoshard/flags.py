@@ -38,13 +38,15 @@ def config(arguments: argparse.Namespace) -> Config:
 
 def _value(name: str, text: str) -> Any:
     """A flag's text as the field's value, by the types that the field may have; Config checks whether it is legal."""
+    kinds = _kinds(_HINTS[name])
+    if type(None) in kinds and text == "None":
+        return None
     if name == "memory_budget":
         return _budget(text)
     if name == "mesh":
         return _mesh(text)
     if name == "disable_passes":
         return tuple(text.split(","))
-    kinds = _kinds(_HINTS[name])
     if bool in kinds and text in ("True", "False"):
         return text == "True"
     if int in kinds and re.fullmatch("-?[0-9]+", text):

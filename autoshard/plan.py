@@ -357,11 +357,15 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan in a file."""
+        """The plan in a file. PlanError names the file, and what is wrong with it."""
         try:
             return Plan.from_json(Path(path).read_text())
         except OSError as error:
             raise PlanError(f"plan: {str(path)!r} cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:  # of weights, say
+            raise PlanError(f"plan: {str(path)!r} is no text; legal: what `autoshard plan --json` prints") from error
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     @cached_property
     def hash(self) -> str:

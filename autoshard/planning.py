@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,8 @@ from autoshard.passes.choose_zero import Circumstances, make_plan, predict
 from autoshard.passes.registry import pipeline_for
 from autoshard.plan import Plan
 from autoshard.runtime.fused_step import unfusable
+from autoshard.runtime.optimizers import states_of
+from autoshard.skipped import refuse_recurrent
 from autoshard.units import parse_bytes
 
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
@@ -40,7 +43,7 @@ def plan(
     if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes.
     """
     config, cluster = asked_for(config, cluster)
-    where = circumstances(config, cluster)
+    where = circumstances(config, cluster, states_kept(model, optimizer))
     forecast = forecaster(model, example_inputs, config, cluster, optimizer)
     inventory = forecast.captured.inventory
     pinned = pinned_plan(config, inventory, cluster.world)
@@ -64,6 +67,8 @@ def forecaster(
     model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None, open: bool = False
 ) -> Forecaster:
     """What forecasts plans of `model` on a cluster; arguments as of `plan`, open as of `capture`."""
+    if cluster.world > 1:
+        refuse_recurrent(model)  # as a job does
     captured = capture(model, example_inputs, config.dtypes_on(cluster.world)[0], open)
     make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))
@@ -83,15 +88,24 @@ def as_it_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
     return made
 
 
-def first_look(model: nn.Module, config: Config, cluster: Cluster) -> Plan:
+def first_look(model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | None = None) -> Plan:
     """What can be said before the model is traced: groups, stages and collectives, and the memory of parameters, gradients
-    and optimizer, as if every parameter were used. Errors as of `plan`."""
-    return make_plan(take_inventory(model, ()), config, circumstances(config, cluster))
+    and optimizer, as if every parameter were used. Arguments and errors as of `plan`."""
+    return make_plan(take_inventory(model, ()), config, circumstances(config, cluster, states_kept(model, optimizer)))
 
 
-def circumstances(config: Config, cluster: Cluster) -> Circumstances:
-    """A cluster, and the budget that the config says or a device leaves."""
-    return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None))
+def circumstances(config: Config, cluster: Cluster, states: int | None = None) -> Circumstances:
+    """A cluster, the budget that the config says or a device leaves, and how many numbers an optimizer keeps for each parameter;
+    None: as many as the config's."""
+    return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None), states)
+
+
+def states_kept(model: nn.Module, optimizer: Make | None) -> int | None:
+    """How many numbers what `optimizer` makes keeps for each parameter of the model; None where none was given."""
+    if optimizer is None:
+        return None
+    shown = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()]
+    return states_of(optimizer(shown)) if shown else 0
 
 
 def pinned_plan(config: Config, inventory: Inventory, world: int) -> Plan | None:

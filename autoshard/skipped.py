@@ -51,9 +51,9 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
                     "silently differ; set it to False to see why"
                 )
             raise DivergenceError(
-                f"{name} was compiled with autoshard, but torch.compile never gave it a graph "
-                "(Dynamo skips what is written in torch.nn, such as LSTM), so processes would silently differ; "
-                "call it from a module of your own and compile that"
+                f"{name} was compiled with autoshard, but torch.compile never gave it a graph, so processes would silently differ. "
+                "Call what torch.compile returned, not the module itself; what is written in torch.nn and compiled in place Dynamo "
+                "skips: call it from a module of your own and compile that"
             )
 
 
@@ -62,7 +62,7 @@ def refuse_recurrent(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             raise UnsupportedError(
-                f"module {name!r} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
+                f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
                 "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
                 "(nn.LSTMCell and nn.GRUCell are fine)"
             )

@@ -31,7 +31,7 @@ from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.plan import Plan
-from autoshard.planning import asked_for, circumstances, forecaster, pinned_plan
+from autoshard.planning import asked_for, circumstances, forecaster, pinned_plan, states_kept
 
 MOST = 1 << 16  # the largest batch that is looked for
 
@@ -137,7 +137,7 @@ def sweep(
     captured = forecast.captured
     if not captured.open.traced:
         raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
-    where = circumstances(config, cluster)
+    where = circumstances(config, cluster, states_kept(model, optimizer))
     return Sweep(
         tuple(_ways(forecast, _plans(forecast, config, where))),
         where.budget,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -91,12 +92,17 @@ def _rate(samples: float) -> str:
 def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
     if sweep.budget is None:
         return []
-    most = [_most(sweep.largest(**sizes)) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
+    most = [_most(sweep, sizes) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
     return [Text(f"The largest batch that fits into {bytes_text(sweep.budget)}: {', '.join(most)}.", style="bold")]
 
 
-def _most(batch: int) -> str:
-    return f"{batch} or more" if batch == MOST else str(batch)
+def _most(sweep: Sweep, sizes: Sizes) -> str:
+    """The largest batch, with what it is the largest of where memory has no part in that."""
+    batch = sweep.largest(**sizes)
+    if batch == MOST:
+        return f"{batch} or more"
+    held = sweep.valid(batch=np.arange(batch + 1, MOST + 1), **sizes).any()
+    return str(batch) if held else f"{batch} (the trace holds for no larger one)"
 
 
 def _bands(sweep: Sweep) -> list[RenderableType]:

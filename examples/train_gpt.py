@@ -115,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step, of each process")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--memory-budget", help='of each process, such as "75MiB"; default: what is free')
+    parser.add_argument("--memory-budget", help='of each process, such as "60MiB"; default: what is free')
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="inductor")
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
 """A small Hugging Face Llama, trained on as many processes as torchrun starts.
 
-    torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget 75MiB
+    torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget 60MiB
 
 The model, the optimizer and the loop are ordinary PyTorch; the line marked below is all that autoshard asks
-for. With a budget of 75MiB for each process, whole copies of the parameters, gradients and AdamW's state
+for. With a budget of 60MiB for each process, whole copies of the parameters, gradients and AdamW's state
 do not fit beside the activations, so autoshard shards them. `--check` then trains the same model again on one process, unsharded
 and without autoshard, and compares the losses.
 
@@ -171,7 +171,7 @@ def zero_stage(text: str) -> str | int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A small Hugging Face Llama, sharded by autoshard.")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--memory-budget", help='of each process, such as "75MiB"; default: what is free')
+    parser.add_argument("--memory-budget", help='of each process, such as "60MiB"; default: what is free')
     parser.add_argument("--zero", type=zero_stage, default="auto", help="ZeRO stage 0 to 3, or auto")
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="eager")
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -1,6 +1,6 @@
 """transformers.Trainer, sharded: one import differs from a script that would use DDP.
 
-    torchrun --nproc-per-node 2 examples/train_trainer.py --memory-budget 40MiB
+    torchrun --nproc-per-node 2 examples/train_trainer.py --memory-budget 72MiB
 
 A small Llama learns the source of Python's standard library, with accumulation, evaluation and checkpoints, all of
 which are the Trainer's own. `--resume` goes on from the last checkpoint, on any number of processes.
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--memory-budget", default=None, help="for each process, such as 40MiB")
+    parser.add_argument("--memory-budget", default=None, help="for each process, such as 72MiB")
     parser.add_argument("--codegen", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--output", default="trained", help="folder of checkpoints")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import autoshard
-from autoshard import Config
+from autoshard import Cluster, Config
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError
 from autoshard.plan import Plan
 from autoshard.report import plan_tables, rendered
+from autoshard.units import parse_bytes
 from tests import models
 from tests.peaks import above_held, grown_in_a_step
 from tests.recomputed import TEXT, Codegen, Deep, Stack, forecaster_of, inputs, planned
@@ -32,6 +37,21 @@ FAMILIES = {
     "vit": models.Case(partial(models.vit, 4), _pictures),
     "conv": models.Case(partial(models.ResNet, 16), models.features(32, 16, 10, 10), lambda out: out[1]),
 }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["train_llama", "train_trainer"])
+def test_in_the_budgets_that_examples_name_only_rows_fit(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whole copies do not, whatever is computed again."""
+    root, ids = Path(__file__).parents[1], torch.zeros(8, 128, dtype=torch.long)
+    monkeypatch.syspath_prepend(root / "examples")
+    example = importlib.import_module(name)
+    trained = example.build()[:2] if name == "train_llama" else (example.make_llama(256, 4), {"input_ids": ids, "labels": ids})
+    (budget,) = re.findall(r"--memory-budget (\w+)", example.__doc__)
+    assert name == "train_trainer" or f"$(or $(BUDGET),{budget})" in (root / "Makefile").read_text()
+    plans = [autoshard.plan(*trained, Config(zero=z, recompute="full", codegen="eager"), Cluster(1, 2, DEVICES["cpu"])) for z in (3, 0)]
+    rows, whole = (plan.predicted.peak_bytes for plan in plans)
+    assert rows < parse_bytes(budget) < whole
 
 
 def test_dropout_of_generated_code_in_blocks_that_are_graphs_of_their_own() -> None:

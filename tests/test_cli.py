@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard import Degrees, ParameterGroup, Plan, flags
+from autoshard import Config, Degrees, ParameterGroup, Plan, flags
 from autoshard.cli import main, parser
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -84,6 +84,12 @@ def frozen():
 
 def misfit():
     return Net(), torch.zeros(2, 7)
+
+def recurrent():
+    return nn.LSTM(8, 8), torch.zeros(3, 2, 8)
+
+def recurrent_inside():
+    return nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)), torch.zeros(3, 2, 8)
 """
 
 
@@ -204,6 +210,18 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
     assert sizes["with_sgd"] == 0 and sizes["build"] > 0
 
 
+def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD keeps nothing. Adam would keep 192 MiB more at stage 3, which would be more than there is."""
+    monkeypatch.setattr("autoshard.cli.PATIENCE", 0.0)
+    assert main(["plan", f"{model}:with_sgd", "--nproc-per-node", "2", "--memory-budget", "500MiB"]) == 0
+    out, first = capsys.readouterr()
+    (looked,) = (line.split() for line in out.splitlines() if line.startswith("- ZeRO-3"))
+    assert looked[2:5] == ["448.09", "MiB", "and"] and "over the budget" not in out
+    assert "before the model is traced" in first and "optimizer " not in first
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -215,6 +233,8 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
         (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
         (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),
         (["{model}:misfit"], "cannot be called with these example inputs"),
+        (["{model}:recurrent", "--nproc-per-node", "2"], "the model is an LSTM: Dynamo leaves it out of every graph"),
+        (["{model}:recurrent_inside", "--nproc-per-node", "2"], "module '1' is an LSTM: Dynamo leaves it out of every graph"),
         (["nowhere.py"], "is no Python file"),
         ([], "give one of: a model file, or --hf"),
         (["{model}", "--zero", "5"], "zero: 5 is not legal"),
@@ -228,6 +248,7 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
         (["{model}", "--memory-budget", "0.5", "--device", "cpu"], "memory_budget: 0.5 is a share of memory that is not known"),
         (["{model}", "--disable-passes", "name_parameters"], "requires names"),
         (["--plan", "nowhere.json"], "plan: 'nowhere.json' cannot be read"),
+        (["--plan", "{weights}"], "plan: '{weights}' is no text; legal: what `autoshard plan --json` prints"),
         (["{model}", "--mesh", "shard=4,shard=2"], "names an axis twice"),
         (["{model}", "--memory-budget", "0"], "is no memory at all"),
         (["{model}:empty"], "has no parameters"),
@@ -241,10 +262,12 @@ def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixt
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(
-    model: str, configs: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+    model: str, configs: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
 ) -> None:
-    assert main(["plan", *(a.format(model=model, **configs) for a in arguments)]) == 2
-    assert says.format(model=model) in capsys.readouterr().err
+    weights = tmp_path / "weights.pt"
+    torch.save({"weight": torch.randn(9)}, weights)
+    assert main(["plan", *(a.format(model=model, weights=weights, **configs) for a in arguments)]) == 2
+    assert says.format(model=model, weights=weights) in capsys.readouterr().err
 
 
 SCRIPT = """
@@ -350,6 +373,12 @@ def test_every_flag_becomes_a_field_of_the_type_that_config_takes() -> None:
         text, value = FLAGS[name]
         read = getattr(flags.config(parser().parse_args(["plan", *action.option_strings, text])), name)
         assert (type(read), read) == (type(value), value), name
+
+
+@pytest.mark.parametrize("name", ["precision", "compression", "mesh", "memory_budget", "plan", "passes"])
+def test_none_is_said_as_the_help_says_it(name: str) -> None:
+    given = parser().parse_args(["plan", f"--{name.replace('_', '-')}", "None"])
+    assert flags.config(given) == Config()
 
 
 def test_a_calibration_that_cannot_be_written_is_refused_before_anything_is_measured(

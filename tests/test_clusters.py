@@ -36,6 +36,7 @@ def test_a_cluster_survives_yaml() -> None:
     ("text", "says"),
     [
         ("nodes: [", "not YAML"),
+        ("nodes: 2\ndevice: [h100\nper_node: 2", "not YAML: while parsing a flow sequence .* line 2, column 9"),
         ("- 1", "legal: a mapping"),
         ("device: h1000", "device: 'h1000' is not known; legal: h100,"),
         ("nodes: 0\ndevice: h100", "nodes: 0 is not legal"),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import autoshard
+from autoshard.errors import ConfigError
+from autoshard.passes.dump import Dump
 from tests.cluster import Cluster
 from tests.launch import launch
 from tests.small import TOLERANCE, compiled_pair, config, in_full
@@ -109,6 +111,17 @@ def test_a_dump_is_enough_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.M
     assert "passes inline_regions,hoist_unshards,name_parameters" in (tmp_path / "rank0" / "environment.txt").read_text()
     lowered = next((tmp_path / "rank0").glob("*_lower_forward_after.py")).read_text()
     assert "torch.ops.autoshard.gather_direct" in lowered
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_the_name_it_was_given_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="^dump_dir: '.*file/rank0' cannot be written; legal: a folder"):
+        Dump.of(tmp_path / "file", 0)
+    monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="^AUTOSHARD_DUMP: "):
+        Dump.of(None, 0)
 
 
 def _drops(x: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard import torch_internals
+from autoshard.errors import ConfigError
+from autoshard.runtime import processes
+from autoshard.runtime.presence import Patience
 from tests.cluster import Cluster
 from tests.small import in_full, what_is_said
 
@@ -289,6 +292,21 @@ def test_what_inductor_alone_can_be_told_is_refused(compile: Callable[..., Any],
     if name == "mode":
         with pytest.raises(autoshard.AutoshardError, match="is for Inductor alone"):
             compile(Layer(), backend="autoshard", **said)(torch.ones(2, 6))
+
+
+def test_half_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its rank each process would train alone."""
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    says = "environment: WORLD_SIZE is '2', and {} is not set; legal: all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    for missing in ("MASTER_PORT", "MASTER_ADDR", "RANK"):
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv(missing)
+        with pytest.raises(ConfigError, match=says.format(missing)):
+            processes.join(torch.device("cpu"), Patience(1.0, None, print))
+    torch.compiler.reset()
+    with pytest.raises(ConfigError, match=says.format("RANK")):
+        torch.compile(Layer(), backend=autoshard.backend(CONFIG))(torch.ones(2, 6))
 
 
 def test_one_process_is_forecast_in_the_dtypes_that_it_trains_in() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -229,6 +232,9 @@ def test_rewriting_is_deterministic() -> None:
         ("name_parameters,merge_unshards,bucket,regather", "works on the joint graph and cannot come after"),
         ("name_parameters,merge_unshards,bucket{gb=1}", "bucket has no option 'gb'; legal: mb"),
         ("name_parameters,merge_unshards,bucket{mb=much}", "bucket{mb=much} is not legal"),
+        ("name_parameters,merge_unshards,bucket{mb=25}},lower", "'bucket{mb=25}}' is not legal; legal: a pass such as 'lower', or"),
+        ("name_parameters,merge_unshards,lower}", "'name_parameters,merge_unshards,lower}' is not legal"),
+        ("name_parameters,merge_unshards,bucket{mb=25", "'bucket{mb=25' is not legal"),
         ("nothing", "'nothing' is no pass; legal: bucket"),
         ("overlap", "requires collectives; put lower before it"),
     ],
@@ -272,3 +278,17 @@ def test_results_that_were_inlined_from_one_trace_stay_apart_in_the_next() -> No
     joint.recompile()
     x, y = torch.randn(3), torch.randn(3)
     assert torch.equal(joint(x, y), 2 * x.exp() - y.exp())
+
+
+def test_the_pass_that_contributing_md_adds_runs_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code, the pipeline of its job, and its test."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    written, job, test = map(textwrap.dedent, re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    (tmp_path / "count_gathers.py").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registry.PASSES, "count_gathers", importlib.import_module("count_gathers").CountGathers)
+    (pipeline,) = re.findall("^passes = (.*)", job, re.MULTILINE)
+    assert "count_gathers{key=all_gathers}" in registry.spec(registry.parse(eval(pipeline)))
+    there: dict[str, Any] = dict(globals())
+    exec(test, there)
+    there["test_gathers_are_counted"]()

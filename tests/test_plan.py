@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.planning import first_look
 from autoshard.units import parse_bytes
 
 
@@ -97,6 +99,20 @@ def test_one_process_trains_in_its_model_s_dtypes_and_says_so() -> None:
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="plan:"):
         Plan.from_json(text)
+
+
+def test_a_plan_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    with pytest.raises(PlanError, match=f"^{file}: plan: not a plan file"):
+        Plan.load(file)
+
+
+def test_nothing_is_called_simulated_that_was_not() -> None:
+    """What the command line shows before a model is traced: two stages fit, and no step of them is known."""
+    plan = first_look(nn.Linear(4096, 4096), Config(), Cluster(2, 8, DEVICES["h100"]))
+    assert sum("over the budget" not in reason for reason in plan.why) == 4
+    assert any(reason.endswith("(chosen: the least time on the wire of those that fit)") for reason in plan.why)
 
 
 @pytest.mark.parametrize("name", ["direct", "direct_sums", "early"])

@@ -269,6 +269,16 @@ def test_batches_for_which_the_trace_does_not_hold_are_left_out() -> None:
     assert "1" not in rows and str(most) in rows
 
 
+def test_a_batch_that_the_trace_alone_limits_is_not_called_the_largest_for_which_memory_is_there() -> None:
+    class Few(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.shape[0] < 16 else x[:16]).sum()
+
+    torch.compiler.reset()
+    sweep = autoshard.sweep(Few(64, 64), torch.zeros(4, 64), Config(codegen="eager", memory_budget="1GiB"), TWO)
+    assert "The largest batch that fits into 1.00 GiB: 15 (the trace holds for no larger one)." in rendered(sweep_tables(sweep), 200)
+
+
 def test_blocks_stay_graphs_of_their_own_when_all_of_them_is_recomputed() -> None:
     torch.compiler.reset()
     model, ids = Deep(), torch.zeros(2, 6, dtype=torch.long)

@@ -62,7 +62,7 @@ class Cluster:
         try:
             data = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ClusterError(f"cluster: not YAML: {str(error).splitlines()[0]}") from error
+            raise ClusterError(f"cluster: not YAML: {' '.join(str(error).split())}") from error
         data = _mapping("cluster", data, ("nodes", "per_node", "device"))
         if "device" not in data:
             raise ClusterError(f"cluster: device is missing; legal: a mapping, or one of {', '.join(DEVICES)}")

@@ -138,7 +138,8 @@ def _choose(
     if not fitting:  # of what was not looked at it is not known what it takes
         _check_budget([plans[stage] for stage in looked], inventory, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
-    least = "the least time of those that were simulated and fit" if len(fitting) > 1 else "the least time on the wire of those that fit"
+    simulated = len(fitting) > 1 and plans[chosen].predicted.step_seconds is not None
+    least = "the least time of those that were simulated and fit" if simulated else "the least time on the wire of those that fit"
     return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from autoshard.cache import writable
+from autoshard.errors import ConfigError
 from autoshard.torch_internals import emit_artifact
 
 
@@ -23,12 +25,14 @@ class Dump:
 
     @staticmethod
     def of(folder: str | Path | None, rank: int) -> Dump:
-        """The dump that a config or AUTOSHARD_DUMP asks for, a folder a rank."""
+        """The dump that a config or AUTOSHARD_DUMP asks for, a folder a rank. ConfigError where that cannot be written."""
         chosen = folder or os.environ.get("AUTOSHARD_DUMP")
         if not chosen:
             return Dump(None)
         path = Path(chosen) / f"rank{rank}"
-        path.mkdir(parents=True, exist_ok=True)
+        if not writable(path / "passes.jsonl"):
+            said = "dump_dir" if folder else "AUTOSHARD_DUMP"
+            raise ConfigError(f"{said}: {str(path)!r} cannot be written; legal: a folder that this user may make and write to")
         return Dump(path)
 
     def text(self, gm: GraphModule) -> str:

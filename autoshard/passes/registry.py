@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
@@ -48,12 +48,19 @@ DEFAULT = (
 )
 
 
+_ITEM = re.compile(r"\s*([^{}]+?)\s*(?:\{([^{}]*)\}\s*)?")
+
+
 def parse(spec: str) -> tuple[Pass, ...]:
     """The pipeline of a spec such as "name_parameters,merge_unshards,bucket{mb=25},lower"; checked, see `check`."""
-    items = re.findall(r"\s*([^,{}]+?)\s*(?:\{([^}]*)\})?\s*(?:,|$)", spec)
-    pipeline = tuple(_build(name, options) for name, options in items)
+    items = [_ITEM.fullmatch(item) or _refuse(item) for item in re.split(r",(?![^{]*\})", spec)]
+    pipeline = tuple(_build(item[1], item[2] or "") for item in items)
     check(pipeline)
     return pipeline
+
+
+def _refuse(item: str) -> NoReturn:
+    raise PassError(f"passes: {item!r} is not legal; legal: a pass such as 'lower', or with options 'bucket{{mb=25}}'")
 
 
 def spec(pipeline: Sequence[Pass]) -> str:

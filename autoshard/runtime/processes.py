@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
-from autoshard.errors import UnsupportedError
+from autoshard.errors import ConfigError, UnsupportedError
 from autoshard.runtime.agreement import Agreement
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.waiting import wait_until
 
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUIET_SECONDS = 0.2  # see [Note: Ending well]
 
 
@@ -64,12 +65,15 @@ def on_this_node() -> int:
 def join(device: torch.device, patience: Patience) -> World:
     """This process's place in the job; starts a process group if a launcher's variables are there and no
     group is. NCCL for models on GPUs, with gloo for what they keep on CPUs, and gloo for models on CPUs. DisagreementError, by
-    name, if some process does not come to it; UnsupportedError if the group that is there carries GPUs' tensors otherwise.
+    name, if some process does not come to it; UnsupportedError if the group that is there carries GPUs' tensors otherwise;
+    ConfigError if some of the launcher's variables are there and others are not.
     """
     if dist.is_initialized():
         end_well()
         _refuse_slow_transport(device)
-    elif _launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        return World(dist.get_rank(), dist.get_world_size(), device.type)
+    _refuse_half_a_launch()
+    if launched_size() > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL takes the one that is current
         timeout = timedelta(seconds=patience.timeout)
@@ -80,6 +84,17 @@ def join(device: torch.device, patience: Patience) -> World:
     if not dist.is_initialized():
         return World(0, 1, device.type)
     return World(dist.get_rank(), dist.get_world_size(), device.type)
+
+
+def _refuse_half_a_launch() -> None:
+    """Without its rank each process would train alone, in silence."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in _LAUNCHERS if name not in os.environ]
+    if size != "1" and missing:
+        raise ConfigError(
+            f"environment: WORLD_SIZE is {size!r}, and {missing[0]} is not set; legal: all of {', '.join(_LAUNCHERS)}, as torchrun "
+            "sets them, or a process group of your own before the first call"
+        )
 
 
 def _refuse_slow_transport(device: torch.device) -> None:
