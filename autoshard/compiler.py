@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.markup import escape
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -27,6 +28,7 @@ from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import Device
+from autoshard.errors import first_line
 from autoshard.family import Family
 from autoshard.first_call import (
     FirstCall,
@@ -82,7 +84,7 @@ class Backend:
             with self._phases.phase("trace", "of a copy without values"):
                 captured = capture_call(model, args, kwargs, self.config.dtypes()[0])
         except Exception as error:  # of the user's code under tracing, of any kind
-            self._phases.say(f"tracing the model itself: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self._phases.say(f"tracing the model itself: {escape(first_line(error))}")
             return None
         return FirstGraph.captured(captured)
 

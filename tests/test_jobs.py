@@ -240,6 +240,21 @@ def test_a_graph_break_is_named_once() -> None:
     assert "share 1.0" in first.output
 
 
+@pytest.mark.parametrize("error", ["NotImplementedError", "KeyError('[/INST]')"])
+def test_what_forward_raises_in_the_first_call_is_the_user_s(error: str) -> None:
+    body = f"""
+    class Raising(nn.Linear):
+        def forward(self, x):
+            raise {error}
+    try:
+        compiled(Raising(8, 8), verbose=True)(torch.ones(4, 8))
+    except BaseException as raised:
+        print("caught", type(raised).__name__)
+    """
+    for ended in launch(2, body):
+        assert f"caught {error.partition('(')[0]}\n" in ended.output, ended.output
+
+
 def test_nothing_half_sharded_goes_on() -> None:
     body = """
     import autoshard.first_call
