@@ -193,7 +193,7 @@ class Backend:
     def _compile(
         self, state: ModelState | None, gm: GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        rank = state.world.rank if state else 0
+        rank = state.world.rank if state else processes.launched_rank()
         plan = state.plan if state else Plan(1, (("shard", 1),), ())
         apart = state is None or state.accumulation.gathered  # whole parameters, nobody else takes part
         names = state.names() if state and not apart else {}

@@ -240,6 +240,20 @@ def test_a_graph_break_is_named_once() -> None:
     assert "share 1.0" in first.output
 
 
+def test_a_graph_before_the_first_call_is_of_its_own_rank(tmp_path: Path) -> None:
+    body = f"""
+    class Late(nn.Linear):
+        def forward(self, x):
+            x = x * 2
+            torch._dynamo.graph_break()
+            return super().forward(x)
+    compiled(Late(8, 8), dump_dir={str(tmp_path)!r})(torch.ones(4, 8)).sum().backward()
+    """
+    first, second = launch(2, body)
+    assert first.output.count("graph break at <string>:") == 1 and "graph break at" not in second.output
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
 @pytest.mark.parametrize("error", ["NotImplementedError", "KeyError('[/INST]')"])
 def test_what_forward_raises_in_the_first_call_is_the_user_s(error: str) -> None:
     body = f"""
