@@ -197,7 +197,8 @@ class Backend:
         plan = state.plan if state else Plan(1, (("shard", 1),), ())
         apart = state is None or state.accumulation.gathered  # whole parameters, nobody else takes part
         names = state.names() if state and not apart else {}
-        self._warn_of_breaks(gm, rank)
+        if rank == 0 and not self._warned:
+            self._warn_of_breaks(gm, state, inputs)
         if state and not plan.leaves_alone and not apart:
             refuse_unplanned(state, names, inputs)
         context = Context(
@@ -245,10 +246,14 @@ class Backend:
             state.attach()
         return state
 
-    def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:
-        """Once: what is behind a graph break is compiled apart, and gathers less far ahead."""
+    def _warn_of_breaks(self, gm: GraphModule, state: ModelState | None, inputs: Sequence[Any]) -> None:
+        """Once: what is behind a graph break is compiled apart, and gathers less far ahead. Of a break in front of which a function had
+        nothing to compile (only a call of one that breaks too) Dynamo gives no graph: it shows in what comes behind it, beside the
+        parameters of an earlier piece."""
         found = torch_internals.graph_break(gm)
-        if found and rank == 0 and not self._warned:
+        if found is None and state and state.compiled - set(map(id, inputs)) and (where := torch_internals.behind_a_break()):
+            found = where, "inside of what is called there"
+        if found:
             self._warned = True
             self._phases.warn(
                 f"graph break at {found[0]} ({found[1]}): the model is compiled in pieces, with less to overlap; "

@@ -240,6 +240,29 @@ def test_a_graph_break_is_named_once() -> None:
     assert "share 1.0" in first.output
 
 
+def test_a_graph_break_in_front_of_which_nothing_is_compiled_is_named_once() -> None:
+    body = """
+    class Breaking(nn.Linear):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = Breaking(8, 8), nn.Linear(8, 8)
+        def forward(self, x):
+            return self.head(self.inner(x))
+    step = compiled(Outer())
+    for size in (4, 5, 6):
+        step(torch.randn(size, 8)).sum().backward()
+    step = compiled(Breaking(8, 8))
+    for size in (4, 5, 6):
+        step(torch.randn(size, 8)).sum().backward()  # all of it is behind the break, in one piece
+    """
+    first, second = launch(2, body)
+    assert first.output.count("graph break at <string>:") == 1 and "graph break at" not in second.output, first.output
+
+
 def test_a_graph_before_the_first_call_is_of_its_own_rank(tmp_path: Path) -> None:
     body = f"""
     class Late(nn.Linear):
