@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from autoshard import torch_internals
 from autoshard.console import doing
 from autoshard.cost_model.sizes import Open
-from autoshard.errors import AutoshardError, UnsupportedError
+from autoshard.errors import AutoshardError, UnsupportedError, first_line
 from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
@@ -75,8 +75,8 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
     except Exception as error:
         cause = torch_internals.first_cause(error)
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be called with these example inputs: {type(cause).__name__}: "
-            f"{(str(cause).splitlines() or [''])[0]}; legal: a tensor, a tuple of arguments, or a dict of keywords"
+            f"{type(model).__name__} cannot be called with these example inputs: "
+            f"{first_line(cause)}; legal: a tensor, a tuple of arguments, or a dict of keywords"
         ) from error
 
 
@@ -186,6 +186,6 @@ def _without_values(model: nn.Module) -> nn.Module:
             return copy.deepcopy(model, memo)
     except Exception as error:  # of whatever the user's modules hold
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be planned, since copy.deepcopy fails of it ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); legal: modules whose attributes can be copied"
+            f"{type(model).__name__} cannot be planned, since copy.deepcopy fails of it "
+            f"({first_line(error)}); legal: modules whose attributes can be copied"
         ) from error

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.markup import escape
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -27,7 +28,7 @@ from autoshard.codegen import Compilation, has_compiler
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.hardware import Device
-from autoshard.errors import ConfigError
+from autoshard.errors import ConfigError, first_line
 from autoshard.family import Family
 from autoshard.first_call import (
     FirstCall,
@@ -83,7 +84,7 @@ class Backend:
             with self._phases.phase("trace", "of a copy without values"):
                 captured = capture_call(model, args, kwargs, self.config.dtypes()[0])
         except Exception as error:  # of the user's code under tracing, of any kind
-            self._phases.say(f"tracing the model itself: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self._phases.say(f"tracing the model itself: {escape(first_line(error))}")
             return None
         return FirstGraph.captured(captured)
 
@@ -193,11 +194,12 @@ class Backend:
     def _compile(
         self, state: ModelState | None, gm: GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        rank = state.world.rank if state else 0
+        rank = state.world.rank if state else processes.launched_rank()
         plan = state.plan if state else Plan(1, (("shard", 1),), ())
         apart = state is None or state.accumulation.gathered  # whole parameters, nobody else takes part
         names = state.names() if state and not apart else {}
-        self._warn_of_breaks(gm, rank)
+        if rank == 0 and not self._warned:
+            self._warn_of_breaks(gm, state, inputs)
         if state and not plan.leaves_alone and not apart:
             refuse_unplanned(state, names, inputs)
         context = Context(
@@ -245,10 +247,14 @@ class Backend:
             state.attach()
         return state
 
-    def _warn_of_breaks(self, gm: GraphModule, rank: int) -> None:
-        """Once: what is behind a graph break is compiled apart, and gathers less far ahead."""
+    def _warn_of_breaks(self, gm: GraphModule, state: ModelState | None, inputs: Sequence[Any]) -> None:
+        """Once: what is behind a graph break is compiled apart, and gathers less far ahead. Of a break in front of which a function had
+        nothing to compile (only a call of one that breaks too) Dynamo gives no graph: it shows in what comes behind it, beside the
+        parameters of an earlier piece."""
         found = torch_internals.graph_break(gm)
-        if found and rank == 0 and not self._warned:
+        if found is None and state and state.compiled - set(map(id, inputs)) and (where := torch_internals.behind_a_break()):
+            found = where, "inside of what is called there"
+        if found:
             self._warned = True
             self._phases.warn(
                 f"graph break at {found[0]} ({found[1]}): the model is compiled in pieces, with less to overlap; "

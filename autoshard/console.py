@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -36,13 +37,13 @@ class Phases:
             self.say(f"{name:<10}[dim]{taken:6.2f} s[/dim]  {note}")
 
     def say(self, text: str) -> None:
-        """A line on rank 0."""
+        """A line on rank 0, in rich's markup."""
         if self.shown:
             self._console.print(f"[bold cyan]autoshard[/] {text}")
 
     def warn(self, text: str) -> None:
-        """A line on every rank: something is not as it should be."""
-        self._console.print(f"[bold yellow]autoshard[/] {text}")
+        """A line on every rank, in others' words as they are: something is not as it should be."""
+        self._console.print(f"[bold yellow]autoshard[/] {escape(text)}")
 
 
 @contextmanager

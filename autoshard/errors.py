@@ -8,6 +8,11 @@ from typing import Any
 from autoshard.torch_internals import ThroughDynamo
 
 
+def first_line(error: BaseException) -> str:
+    """Its class and the first line of its text, which may have none (`raise NotImplementedError`, a bare assert)."""
+    return f"{type(error).__name__}: {(str(error).strip() or '(no text)').splitlines()[0]}"
+
+
 class AutoshardError(ThroughDynamo):
     """Base of every error of autoshard. A RuntimeError that torch.compile passes through as it is."""
 

@@ -25,7 +25,7 @@ from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
 from autoshard.cost_model.collectives import table_name
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, like
-from autoshard.errors import ConfigError, ShardingError, UnsupportedError
+from autoshard.errors import ConfigError, ShardingError, UnsupportedError, first_line
 from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
 from autoshard.heap import alive
@@ -267,7 +267,7 @@ class FirstCall:
         try:
             return capture_call(self.model, *call, self.config.dtypes_on(self.world.size)[0])
         except Exception as error:  # of the user's code under tracing, of any kind; the job itself goes on
-            self.phases.warn(f"activations are not predicted: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self.phases.warn(f"activations are not predicted: {first_line(error)}")
             return None
 
     def _describe(self, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import ModelFileError
+from autoshard.errors import ModelFileError, first_line
 
 _PASTE = """
 def build():                                   # called under torch.device("meta"): costs no memory
@@ -106,7 +106,7 @@ def from_hf(path: str, batch: int, seq: int | None) -> Candidate:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # validators of many kinds
-        raise ModelFileError(f"--hf: {path!r} is no Hugging Face config: {_first_line(error)}") from error
+        raise ModelFileError(f"--hf: {path!r} is no Hugging Face config: {first_line(error)}") from error
     config.use_cache = False
     with torch.device("meta"):
         model = _hf_model(transformers, config)
@@ -131,8 +131,4 @@ def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
     try:
         return factory.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:
-        raise ModelFileError(f"--hf: no model can be built from this config: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or '(no text)').splitlines()[0]}"
+        raise ModelFileError(f"--hf: no model can be built from this config: {first_line(error)}") from error

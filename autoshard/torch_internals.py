@@ -192,11 +192,13 @@ def _skip_guards_again(_: Any) -> None:
         torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = True
 
 
-def behind_a_break() -> bool:
-    """True if what Dynamo compiles continues a function whose start ran before. Reads the frames of `convert_frame.py`,
-    whose `code` that is. Seen: 2.11, 2.13."""
+def behind_a_break() -> str | None:
+    """"file.py:12", the last line that ran before, if what Dynamo compiles continues a function whose start ran before.
+    Reads the frames of `convert_frame.py`, whose `code` that is. Seen: 2.11, 2.13."""
     frames = (f for f in _frames() if f.f_code.co_name == "_compile" and "code" in f.f_locals)
-    return bool(next(frames).f_locals["code"].co_name.startswith("torch_dynamo_resume_in"))
+    code = next(frames).f_locals["code"]
+    resumed, _, line = code.co_name.rpartition("_at_")
+    return f"{code.co_filename}:{line}" if resumed.startswith("torch_dynamo_resume_in") else None
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,58 @@ def test_a_graph_break_is_named_once() -> None:
     assert "share 1.0" in first.output
 
 
+def test_a_graph_break_in_front_of_which_nothing_is_compiled_is_named_once() -> None:
+    body = """
+    class Breaking(nn.Linear):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = Breaking(8, 8), nn.Linear(8, 8)
+        def forward(self, x):
+            return self.head(self.inner(x))
+    step = compiled(Outer())
+    for size in (4, 5, 6):
+        step(torch.randn(size, 8)).sum().backward()
+    step = compiled(Breaking(8, 8))
+    for size in (4, 5, 6):
+        step(torch.randn(size, 8)).sum().backward()  # all of it is behind the break, in one piece
+    """
+    first, second = launch(2, body)
+    assert first.output.count("graph break at <string>:") == 1 and "graph break at" not in second.output, first.output
+
+
+def test_a_graph_before_the_first_call_is_of_its_own_rank(tmp_path: Path) -> None:
+    body = f"""
+    class Late(nn.Linear):
+        def forward(self, x):
+            x = x * 2
+            torch._dynamo.graph_break()
+            return super().forward(x)
+    compiled(Late(8, 8), dump_dir={str(tmp_path)!r})(torch.ones(4, 8)).sum().backward()
+    """
+    first, second = launch(2, body)
+    assert first.output.count("graph break at <string>:") == 1 and "graph break at" not in second.output
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+@pytest.mark.parametrize("error", ["NotImplementedError", "KeyError('[/INST]')"])
+def test_what_forward_raises_in_the_first_call_is_the_user_s(error: str) -> None:
+    body = f"""
+    class Raising(nn.Linear):
+        def forward(self, x):
+            raise {error}
+    try:
+        compiled(Raising(8, 8), verbose=True)(torch.ones(4, 8))
+    except BaseException as raised:
+        print("caught", type(raised).__name__)
+    """
+    for ended in launch(2, body):
+        assert f"caught {error.partition('(')[0]}\n" in ended.output, ended.output
+
+
 def test_nothing_half_sharded_goes_on() -> None:
     body = """
     import autoshard.first_call

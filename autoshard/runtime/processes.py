@@ -52,6 +52,13 @@ def launched_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if _launched() else 1
 
 
+def launched_rank() -> int:
+    """Which of them this one is, before it joined them too."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if _launched() else 0
+
+
 def on_one_machine() -> bool:
     """Whether all processes of the job are on this machine, as far as the launcher says."""
     return os.environ.get("LOCAL_WORLD_SIZE") == str(launched_size())
