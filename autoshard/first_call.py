@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +59,7 @@ from autoshard.runtime.shard import Sharder
 from autoshard.runtime.shared_memory import refuse_shared_memory
 from autoshard.runtime.state import ModelState, make_unusable, refuse_unusable
 from autoshard.runtime.steps import watch_steps
-from autoshard.skipped import refuse_recurrent
+from autoshard.skipped import refuse_recurrent, refuse_wrapped
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
@@ -347,13 +346,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     refuse_unusable(model)
     _refuse_ddp_around(model)
     refuse_recurrent(model)
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel | FSDPModule):
-            raise UnsupportedError(
-                f"module {name or 'itself'!r} is wrapped by "
-                f"{'fully_shard' if isinstance(module, FSDPModule) else 'DistributedDataParallel'}; "
-                "autoshard takes the plain module"
-            )
+    refuse_wrapped(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(

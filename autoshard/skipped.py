@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
@@ -21,6 +23,11 @@ from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
 from autoshard.runtime.state import state_of, stepped_by
 
+_WRAPPERS: dict[type, str] = {
+    DistributedDataParallel: "DistributedDataParallel",
+    FullyShardedDataParallel: "FullyShardedDataParallel",
+    FSDPModule: "fully_shard",
+}
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -44,6 +51,7 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
             continue
         if stepped & {id(p) for p in module.parameters()}:
             refuse_recurrent(module)
+            refuse_wrapped(module)
             name = type(module).__name__
             if torch_internals.suppressed_errors():
                 raise DivergenceError(
@@ -66,3 +74,11 @@ def refuse_recurrent(model: nn.Module) -> None:
                 "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
                 "(nn.LSTMCell and nn.GRUCell are fine)"
             )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Two would shard, or reduce, the same parameters; what FSDP's first wrapper is around Dynamo skips."""
+    for name, module in model.named_modules():
+        wrapper = next((said for wrapper, said in _WRAPPERS.items() if isinstance(module, wrapper)), None)
+        if wrapper:
+            raise UnsupportedError(f"module {name or 'itself'!r} is wrapped by {wrapper}; autoshard takes the plain module")

@@ -11,7 +11,7 @@ import torch._dynamo.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +42,14 @@ def distributed_already() -> None:
 
 def sharded_by_fsdp() -> None:
     _call(fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
+
+
+def sharded_by_the_first_fsdp() -> None:
+    """Which Dynamo skips, so the first step refuses it."""
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _call(model).backward()
+    optimizer.step()
 
 
 def without_values() -> None:
@@ -205,6 +213,7 @@ def penalty_on_gradients() -> None:
 CASES: dict[Callable[[], None], str] = {
     distributed_already: "parameter 'up.weight' is a DTensor already",
     sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",
+    sharded_by_the_first_fsdp: "module 'itself' is wrapped by FullyShardedDataParallel; autoshard takes the plain module",
     without_values: "parameter 'up.weight' is on the meta device and has no values; legal: model.to_empty",
     hook_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
     gradient_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
