@@ -25,6 +25,7 @@ from autoshard.ops.collectives import Collectives
 from autoshard.ops.early import GATHER_EARLY
 from autoshard.passes import graphs, recompute
 from autoshard.passes.base import Context, Phase
+from autoshard.passes.copy_results import copy_results
 from autoshard.passes.expand_unshards import expand_unshards
 from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
@@ -165,6 +166,7 @@ class Compilation:
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
         graphs.fill_examples(gm)
         put_unshards(gm, self.wholes)
+        copy_results(gm)
         return self.manager.run(("joint",), gm, context)
 
     def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -177,3 +178,36 @@ def _apart(rows: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("rows", [(4, 6), in_full((4, 4))])
 def test_processes_send_in_the_planned_order_whatever_inductor_joins(two: Cluster, rows: tuple[int, ...]) -> None:
     assert max(two.run(_apart, rows)) <= TOLERANCE
+
+
+class Remembers(nn.Module):
+    """Gives what its weight is, which a loop may compare with what that becomes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight = self.layer.weight
+        return self.layer(x).pow(2).mean(), weight.clone(), weight.detach().clone().t()
+
+
+def _remembered(silent: bool) -> list[tuple[Tensor, Tensor]]:
+    """What was given of a weight, as it was before a step and as it is behind that."""
+    model, _, step = compiled_pair(config(0, codegen="inductor"), Remembers)
+    with autoshard.no_sync(model) if silent else contextlib.nullcontext():
+        first, *given = step(torch.ones(4, 8))
+    first.backward()
+    if silent:
+        step(torch.ones(4, 8))[0].backward()
+    before = [each.detach().clone() for each in given]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return list(zip(before, (each.detach() for each in given), strict=True))
+
+
+@pytest.mark.parametrize("silent", [False, in_full(True)])
+def test_what_a_model_gives_of_a_parameter_stays_what_it_was(two: Cluster, silent: bool) -> None:
+    """Inductor takes a user's own copy out."""
+    for given in two.run(_remembered, silent):
+        for before, after in given:
+            torch.testing.assert_close(before, after, rtol=0, atol=0)

@@ -1,0 +1,44 @@
+"""Rewrite: what a model gives of a parameter is a copy of it.
+
+[Note: Parameters as results] A forward may give `self.weight.clone()`, which a loop compares with what a step makes of the weight. To
+autograd's trace the whole parameter is memory of its own, so Inductor takes that clone out as one too many; but what `unshard` gives
+of what every process has whole is the parameter itself, and the result would change with the next step. So each result has a copy,
+of a view too.
+
+This is no pass of the pipeline, which users may choose: it is done to each graph that has unshards.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from autoshard import torch_internals
+from autoshard.passes import graphs
+
+_CLONE = torch.ops.aten.clone.default
+_SAME = (graphs.HOLD, graphs.ADD_HELD, graphs.LOW_RANK)  # identities in forward
+
+
+def copy_results(gm: GraphModule) -> None:
+    """In a joint graph, or an inference graph."""
+    output = gm.graph.output_node()
+    output.args = map_arg(output.args, lambda result: _copied(result) if _is_whole(result) else result)
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether it is what an unshard gave, or lies in that."""
+    if graphs.is_call(node, graphs.UNSHARD):
+        return True
+    same = node.target is operator.getitem or torch_internals.is_view(node.target)
+    return (same or graphs.is_call(node, *_SAME)) and isinstance(node.args[0], Node) and _is_whole(node.args[0])
+
+
+def _copied(node: Node) -> Node:
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(_CLONE, (node,))
+    copy.meta.update(node.meta)
+    return copy
