@@ -363,7 +363,8 @@ def fused_adam(tensors: tuple[list[torch.Tensor], ...], decoupled: bool, **optio
 
 
 def fused_sgd(tensors: tuple[list[torch.Tensor], ...], **options: Any) -> None:
-    """torch's own fused step of SGD: of parameters, gradients and momenta, none without momentum. Seen: 2.11, 2.13."""
+    """torch's own fused step of SGD: of parameters, gradients and momenta, none without momentum. On a CPU it leaves bf16
+    and fp16 as they are, but for the last few numbers. Seen: 2.11, 2.13."""
     torch._fused_sgd_(*tensors, is_first_step=False, **options)
 
 

@@ -80,6 +80,21 @@ def stepped_beside(change: Any, **options: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(models[0].parameters(), models[1].parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}])
+@pytest.mark.parametrize("ours", [False, True])
+def test_sgd_of_few_bits_is_torch_s_but_for_rounding(dtype: torch.dtype, options: dict[str, float], ours: bool) -> None:
+    start = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+    made = [autoshard.optim.SGD(parameters[:1], lr=0.1, **options) if ours else autoshard.fuse(optim.SGD(parameters[:1], lr=0.1, **options))]
+    made += [optim.SGD(parameters[1:], lr=0.1, **options)]
+    for step in range(3):
+        for parameter, optimizer in zip(parameters, made):
+            parameter.grad = torch.randn(64, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.step()
+    torch.testing.assert_close(*parameters, rtol=0.05, atol=0.05)
+
+
 CHANGES: dict[str, Any] = {
     "nothing": lambda m: None,
     "layout": lambda m: m.to(memory_format=torch.channels_last),

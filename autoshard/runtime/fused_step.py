@@ -62,7 +62,7 @@ class Family:
     """A kind of optimizer, by the options of a parameter group.
 
     keys: of all that may be kept of a parameter. settings: the numbers in its formulas. on_cpu: torch's fused function; None
-    where torch has none. first: options that hold in a parameter's first step.
+    where torch has none. first: options that hold in a parameter's first step. halves: whether `on_cpu` is right for bf16 and fp16.
     """
 
     keys: tuple[str, ...]
@@ -70,6 +70,11 @@ class Family:
     settings: Callable[[Options], dict[str, float]]
     on_cpu: Callable[[Rows, Options, Tensor | None], None] | None
     first: Options = field(default_factory=dict)
+    halves: bool = True
+
+    def function_for(self, dtype: torch.dtype) -> Callable[[Rows, Options, Tensor | None], None] | None:
+        """torch's, for parameters of this dtype on a CPU; None where that has to go by the formulas."""
+        return self.on_cpu if self.halves or dtype not in multi_tensor.HALVES else None
 
 
 # --- the kinds
@@ -137,7 +142,7 @@ def _numbers(options: Options, *names: str) -> dict[str, float]:
 
 
 ADAM = Family(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), _adam_rule, _adam_settings, _adam_on_cpu)
-SGD = Family(("momentum_buffer",), _sgd_rule, _sgd_settings, _sgd_on_cpu, {"dampening": 0.0})
+SGD = Family(("momentum_buffer",), _sgd_rule, _sgd_settings, _sgd_on_cpu, {"dampening": 0.0}, halves=False)
 LION = Family(("exp_avg",), _lion_rule, _lion_settings, None)
 FAMILIES: dict[type[Optimizer], Family] = {optim.Adam: ADAM, optim.AdamW: ADAM, optim.SGD: SGD}
 
@@ -331,10 +336,10 @@ def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) 
 
 
 def _step_on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:
-    if family.on_cpu is not None:
+    if (step := family.function_for(rows.params[0].dtype)) is not None:
         if gradients.scale is not None:  # torch would leave its quotient in p.grad
             rows.grads = torch_internals.each_divided(rows.grads, gradients.scale)
-        family.on_cpu(rows, options, gradients.infinite)
+        step(rows, options, gradients.infinite)
     elif gradients.infinite is None or not bool(gradients.infinite):
         _by_formulas(family.rule(options), family.settings(options), rows, gradients.scale)
 
