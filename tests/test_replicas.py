@@ -213,6 +213,8 @@ VALUES = {
     "within another": torch.randn(9)[1:],
     "conjugated": torch.randn(2, dtype=torch.complex64).conj(),
     "one": torch.tensor(3.0),
+    "every second": torch.randn(10)[::2],
+    "one, expanded": torch.tensor(3.0).expand(5),
 }
 
 

@@ -41,9 +41,10 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_sparse:
         whole = tensor.coalesce()
         return _parts(whole.indices()) + _parts(whole.values())
-    data = tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % _WORD:
-        data = data.clone()
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % _WORD:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data = flat.view(torch.uint8)
     whole_words = len(data) // _WORD * _WORD
     pieces = [data[:whole_words].view(torch.int64), data[whole_words:]]
     return [part for piece in pieces if piece.numel() for part in _hash_and_sum(piece)]
