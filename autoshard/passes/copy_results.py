@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from autoshard import torch_internals
+from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 
 _CLONE = torch.ops.aten.clone.default
@@ -26,15 +27,15 @@ _SAME = (graphs.HOLD, graphs.ADD_HELD, graphs.LOW_RANK)  # identities in forward
 def copy_results(gm: GraphModule) -> None:
     """In a joint graph, or an inference graph."""
     output = gm.graph.output_node()
-    output.args = map_arg(output.args, lambda result: _copied(result) if _is_whole(result) else result)
+    output.args = map_arg(output.args, lambda result: _copied(result) if _lies_in_whole(result) else result)
 
 
-def _is_whole(node: Node) -> bool:
-    """Whether it is what an unshard gave, or lies in that."""
+def _lies_in_whole(node: Node) -> bool:
+    """Whether it is a parameter that every process has whole, or lies in that."""
     if graphs.is_call(node, graphs.UNSHARD):
-        return True
+        return not Layout.parse(str(node.args[2])).sharded
     same = node.target is operator.getitem or torch_internals.is_view(node.target)
-    return (same or graphs.is_call(node, *_SAME)) and isinstance(node.args[0], Node) and _is_whole(node.args[0])
+    return (same or graphs.is_call(node, *_SAME)) and isinstance(node.args[0], Node) and _lies_in_whole(node.args[0])
 
 
 def _copied(node: Node) -> Node:
