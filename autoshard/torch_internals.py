@@ -107,6 +107,7 @@ __all__ = [
     "without_budgets",
     "without_step_hooks",
     "wrap_compiled",
+    "written_position",
 ]
 
 
@@ -492,6 +493,21 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     described = placeholder.meta.get("desc")
+    return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def written_position(placeholder: torch.fx.Node) -> int | None:
+    """As `input_position`, of an input that is written to. Of several that share memory, one of which is, AOTAutograd makes one that has
+    it all: then the position of one of these. Seen: 2.11, 2.13."""
+    from torch._functorch._aot_autograd.descriptors import (
+        PlainAOTInput,
+        SyntheticBaseAOTInput,
+        ViewBaseAOTInput,
+    )
+
+    described = placeholder.meta.get("desc")
+    while isinstance(described, (SyntheticBaseAOTInput, ViewBaseAOTInput)):
+        described = described.base_of
     return described.idx if isinstance(described, PlainAOTInput) else None
 
 

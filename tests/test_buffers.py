@@ -70,6 +70,34 @@ def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: 
     assert not torch.equal(first[0][-1], second[0][-1])
 
 
+class Overlapping(nn.Module):
+    """Writes to a buffer that is a part of another one, which it reads: autograd's trace makes one input of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("moments", torch.zeros(2, 8))
+        self.register_buffer("mean", self.moments[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return (self.linear(x) - self.moments.sum(0)).pow(2).mean()
+
+
+def overlapping_buffers() -> tuple[Tensor, Tensor]:
+    """Both after some steps, and as they are on rank 0."""
+    model, plain, compiled = compiled_pair(config(3), Overlapping)
+    for x in inputs_of(3):
+        compiled(x[dist.get_rank()]).backward()
+        plain(x[0])
+    return torch.cat([model.moments, model.mean[None]]), torch.cat([plain.moments, plain.mean[None]])
+
+
+def test_buffers_that_share_memory_become_rank_0_s(two: Cluster) -> None:
+    for found, expected in two.run(overlapping_buffers):
+        torch.testing.assert_close(found, expected)
+
+
 class Scaling(nn.Module):
     """Replaces its buffer where it trains, and multiplies by it, so that backward needs it."""
 

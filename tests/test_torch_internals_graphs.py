@@ -42,6 +42,21 @@ def test_input_position_names_plain_inputs() -> None:
     assert seen == [0, 1]
 
 
+def test_written_position_names_one_of_those_that_share_memory() -> None:
+    seen: list[int | None] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        seen.extend(torch_internals.written_position(n) for n in gm.graph.find_nodes(op="placeholder"))
+        return make_boxed_func(gm)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return aot_module_simplified(gm, inputs, fw_compiler=compiler)
+
+    whole = torch.zeros(2, 3)
+    torch.compile(lambda x, part, whole: part.add_(x) + whole.sum(), backend=backend)(torch.ones(3), whole[0], whole)
+    assert len(seen) == 2 and 0 in seen and (1 in seen or 2 in seen)
+
+
 def test_gradient_places_name_the_inputs() -> None:
     seen: list[dict[int, int]] = []
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
-from autoshard.torch_internals import input_position
+from autoshard.torch_internals import written_position
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def _mutations(gm: GraphModule, context: Context) -> dict[torch.dtype, list[Node
     found = defaultdict(list)
     for node in graphs.calls(gm, graphs.WRITE):
         target = node.args[0]
-        if isinstance(target, Node) and input_position(target) in context.buffers:
+        if isinstance(target, Node) and written_position(target) in context.buffers:
             found[graphs.example(target).dtype].append(node)
     return found
 
