@@ -32,8 +32,20 @@ from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
+from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.plan import Plan, Traffic
-from autoshard.rehearsal import DEFAULT, Known, Prepared, Rehearsed, body_of, groups_of, prepare, rows_of
+from autoshard.rehearsal import (
+    DEFAULT,
+    Kind,
+    Known,
+    Prepared,
+    Rehearsed,
+    body_of,
+    groups_of,
+    outline,
+    prepare,
+    rows_of,
+)
 from autoshard.savings import Savings, Step, kept_of
 
 TRIALS = 6  # how many choices are simulated
@@ -58,6 +70,7 @@ class Forecaster:
     _written: Known = field(default_factory=Known)
     _usual: dict[Key, Rehearsed] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
+    _alone: dict[int, list[Option]] = field(default_factory=dict)
     _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,12 +169,23 @@ class Forecaster:
         program, curve, took, _ = self.simulated(usual)
         return Savings(
             self._prepared(usual),
+            self._kinds(usual),
             usual=_step(program, curve, took),
             kept=kept_of(self._rehearsed(usual)),
             simulate=lambda rehearsed: _step(*self._simulate(plan, rehearsed, held)),
             simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
             seconds_of=self._seconds_of,
+            known=self._alone,
         )
+
+    def _kinds(self, plan: Plan) -> Sequence[Kind]:
+        """What each block would be as a graph of its own: to cut that is to cut less than all of the step."""
+        prepared = self._prepared(plan)
+        if prepared.kinds or OutlineBlocks not in map(type, self.passes):
+            return prepared.kinds
+        passes = [replace(p, least=1) if isinstance(p, OutlineBlocks) else p for p in self.passes]
+        fused = fuses(self.codegen, self.cluster.device)
+        return outline(self.captured, plan, self.inductor, fused, passes, self._written).kinds
 
     def _seconds_of(self, operation: Operation) -> float:
         return float(seconds(work_of(operation).at(self.captured.open.number), self.cluster.device))

@@ -66,14 +66,32 @@ def prepare(
 ) -> Prepared:
     """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run. known:
     the blocks that were rehearsed before, of the same capture and with the same other arguments; those of this one are added."""
+    outlined = outline(captured, plan, inductor, fuses, passes, known)
+    compilation, blocks = outlined.compilation, outlined.blocks
+    with _tracing(captured):
+        inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
+        inputs += [captured.tracing.like(residue) for residue in outlined.residues]
+        outer = compilation.around(outlined.graph, blocks, inputs)
+        return Prepared(captured, outer, outer.trace(outlined.graph, inputs), blocks, outlined.kinds)
+
+
+def outline(
+    captured: Capture,
+    plan: Plan,
+    inductor: bool,
+    fuses: Device | None = None,
+    passes: Sequence[Pass] = DEFAULT,
+    known: Known | None = None,
+) -> Outlined:
+    """The blocks that become graphs of their own, and what is around them. Arguments as of `prepare`."""
     gm = copy.deepcopy(captured.graph)
     residues = _write_layouts(gm, captured, plan)
     manager = PassManager(passes, Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
+    compilation = _Rehearsal(manager, context, inductor, Phases(shown=False))
     with _tracing(captured):
-        inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
-        inputs += [captured.tracing.like(residue) for residue in residues]
-        return _Rehearsal(manager, context, inductor, Phases(shown=False)).prepare(captured, gm, inputs, known or Known())
+        gm, blocks, kinds = compilation.outline(gm, known or Known())
+    return Outlined(compilation, gm, residues, blocks, kinds)
 
 
 @contextmanager
@@ -109,6 +127,17 @@ class Known:
 
 
 @dataclass(frozen=True)
+class Outlined:
+    """A graph whose blocks are ops, not yet traced. residues: see `_write_layouts`."""
+
+    compilation: _Rehearsal
+    graph: GraphModule
+    residues: list[Tensor]
+    blocks: tuple[Block, ...]
+    kinds: tuple[Kind, ...]
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A graph that was traced forward and backward. kinds: the blocks in it that are graphs of their own."""
 
@@ -140,8 +169,8 @@ class _Rehearsal(Compilation):
         """Not code, but a bearer of the graph."""
         return Written(self.last(graph, phase))
 
-    def prepare(self, captured: Capture, gm: GraphModule, inputs: Sequence[Any], known: Known) -> Prepared:
-        """All that `compile` does up to the partition."""
+    def outline(self, gm: GraphModule, known: Known) -> tuple[GraphModule, tuple[Block, ...], tuple[Kind, ...]]:
+        """All that `compile` does up to the trace of what is around blocks."""
         gm = self.manager.run(("traced",), gm, self.context)
         kinds: list[Kind] = []
 
@@ -156,8 +185,7 @@ class _Rehearsal(Compilation):
             return written.block
 
         blocks = compile_blocks(gm, compile_one)
-        outer = self.around(gm, blocks, inputs)
-        return Prepared(captured, outer, outer.trace(gm, inputs), tuple(blocks), tuple(kinds if blocks else ()))
+        return gm, tuple(blocks), tuple(kinds if blocks else ())
 
     def _written(self, body: GraphModule, known: Known) -> WrittenBlock | None:
         """A block's graphs, and the one that they were parted of, which is the same whatever it saves."""

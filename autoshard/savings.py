@@ -11,8 +11,8 @@ others together in the whole graph.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,32 +47,38 @@ class Step:
 
 @dataclass(frozen=True)
 class Savings:
-    """Of one prepared graph. usual: its step, nothing chosen. kept: the names of what is saved there. simulate: a step of its graphs, or
-    of a block's alone. seconds_of: what an operation takes."""
+    """Of one prepared graph. kinds: the blocks that can be graphs of their own, whether they are there or not. usual: its step, nothing
+    chosen. kept: the names of what is saved there. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation
+    takes. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
 
     prepared: Prepared
+    kinds: Sequence[Kind]
     usual: Step
     kept: Set[str]
     simulate: Callable[[Rehearsed], Step]
     simulate_alone: Callable[[Rehearsed], Step]
     seconds_of: Callable[[Operation], float]
+    known: dict[int, list[Option]]
 
     def blocks(self, plan: Plan) -> list[Block]:
         """The model's blocks in the order of forward, each with all that it could save."""
-        joint = self.candidates(self.prepared.joint.graph, self.kept, plan.stacks)
-        apart = [kind for kind in self.prepared.kinds if kind.names]
-        usual = _measured(self.usual, {*joint, *(name for kind in apart for name in kind.names)}, plan.stacks)
-        options = {name: [option] for name, option in usual.items()}
+        apart = [kind for kind in self.kinds if kind.names]
+        alone = {name for kind in apart for name in kind.names}
+        found = self.candidates(self.prepared.joint.graph, self.kept, plan.stacks)
+        joint = {name: policies for name, policies in found.items() if name not in alone}
+        usual = _measured(self.usual, {*joint, *alone}, plan.stacks)
+        options = {name: [seen.option("none")] for name, seen in usual.items()}
         for level in range(max(map(len, joint.values()), default=0)):
             policies = {name: found[level] for name, found in joint.items() if level < len(found)}
             cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
-            for name, option in _measured(self.simulate(cut), set(options), plan.stacks).items():
+            for name, seen in _measured(self.simulate(cut), set(options), plan.stacks).items():
                 if name in policies:
-                    options[name].append(replace(option, policy=policies[name]))
+                    options[name].append(seen.option(policies[name]))
         for kind in apart:
-            alone = self._alone(kind, plan.stacks)
+            policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
+            by_itself = self._alone(kind, policies_there, plan.stacks)
             for name in kind.names:
-                options[name] = [_shifted(options[name][0], found, alone[0]) for found in alone]
+                options[name] = [usual[name].shifted(option, by_itself[0]) for option in by_itself]
         return [Block(name, tuple(found)) for name, found in options.items()]
 
     def candidates(self, joint: GraphModule, kept: Set[str], stacks: Collection[str]) -> dict[str, list[str]]:
@@ -111,11 +117,15 @@ class Savings:
     def _number(self, size: Size) -> int:
         return self.prepared.captured.open.number(size)
 
-    def _alone(self, kind: Kind, stacks: Collection[str]) -> list[Option]:
-        """Of a block by itself: the first is torch's own choice."""
-        usual = self.prepared.cut_kind(kind, "none")
-        (policies,) = self.candidates(kind.joint.graph, kept_of(usual), stacks).values()
-        return [self._option("none", usual), *(self._option(p, self.prepared.cut_kind(kind, p)) for p in policies)]
+    def _alone(self, kind: Kind, policies: Sequence[str], stacks: Collection[str]) -> list[Option]:
+        """Of a block by itself: the first is torch's own choice. policies: those of the whole graph, if the block is a part of it."""
+        key = id(kind.joint)
+        if key not in self.known:
+            usual = self.prepared.cut_kind(kind, "none")
+            policies = policies or next(iter(self.candidates(kind.joint.graph, kept_of(usual), stacks).values()))
+            cuts = {policy: self.prepared.cut_kind(kind, policy) for policy in policies}
+            self.known[key] = [self._option(policy, cut) for policy, cut in {"none": usual, **cuts}.items()]
+        return self.known[key]
 
     def _option(self, policy: str, cut: Rehearsed) -> Option:
         step = self.simulate_alone(cut)
@@ -130,17 +140,28 @@ def levels(sizes: Sequence[int]) -> list[int]:
     return sorted({counts[-(-i * len(counts) // LEVELS) - 1] for i in range(1, LEVELS + 1)}) if counts else []
 
 
-def _shifted(whole: Option, alone: Option, usual: Option) -> Option:
-    """What an option of a block alone makes of the block in its place."""
-    return Option(
-        alone.policy,
-        whole.saved + alone.saved - usual.saved,
-        whole.peak + alone.peak - usual.peak,
-        whole.seconds + alone.seconds - usual.seconds,
-    )
+@dataclass(frozen=True)
+class _Seen:
+    """A block in a step of the whole graph. saved: bytes. inside, between, after: bytes at the most, without what blocks before it saved, in
+    its own forward and backward, between these, and behind them, as far as that is no other block's. seconds: of all that."""
+
+    saved: int
+    inside: int
+    between: int
+    after: int
+    seconds: float
+
+    def option(self, policy: str) -> Option:
+        return Option(policy, self.saved, max(self.inside, self.between, self.after), self.seconds)
+
+    def shifted(self, alone: Option, usual: Option) -> Option:
+        """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place."""
+        saved = alone.saved - usual.saved
+        peak = max(self.inside + alone.peak - usual.peak, self.between + saved, self.after)
+        return Option(alone.policy, self.saved + saved, peak, self.seconds + alone.seconds - usual.seconds)
 
 
-def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, Option]:
+def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, _Seen]:
     """What each block takes in a step, in the order of forward."""
     operations = step.program.operations
     block = [graphs.block_of(o.call or o.node, stacks) for o in operations]
@@ -148,15 +169,19 @@ def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str,
     for piece in _saved(step.program):
         saved[block[piece.made]] += step.program.open.number(piece.bytes)
     before: dict[str, int] = {}
+    back: dict[str | None, int] = {}
     for i, name in enumerate(block):
         if operations[i].half == "forward" and name is not None and name in names:
             before.setdefault(name, sum(saved[b] for b in before))
-    peaks: dict[str, int] = defaultdict(int)
+        if operations[i].half == "backward":
+            back.setdefault(name, i)
+    peaks: dict[tuple[str, str], int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     for i, name in enumerate(_inherited(block, before)):
-        peaks[name] = max(peaks[name], step.totals[i] - before.get(name, 0))
+        where = "inside" if block[i] == name else "between" if i < back.get(name, 0) else "after"
+        peaks[name, where] = max(peaks[name, where], step.totals[i] - before.get(name, 0))
         seconds[name] += step.seconds[i]
-    return {name: Option("none", saved[name], peaks[name], seconds[name]) for name in before}
+    return {n: _Seen(saved[n], peaks[n, "inside"], peaks[n, "between"], peaks[n, "after"], seconds[n]) for n in before}
 
 
 def _inherited(block: Sequence[str | None], names: Collection[str]) -> Iterator[str]:
@@ -171,6 +196,12 @@ def kept_of(cut: Rehearsed) -> set[str]:
     """The names of what forward leaves for backward."""
     outputs: Sequence[Any] = cut.forward.graph.output_node().args[0]  # type: ignore[assignment]
     return {n.name for n in outputs[cut.results :] if isinstance(n, Node)}
+
+
+def _most_common(policies: Mapping[str, Sequence[str]], names: Iterable[str]) -> Sequence[str]:
+    """Of alike blocks in one graph the first may have more: what is the same for all of them is computed there."""
+    counted = Counter(tuple(policies.get(name, ())) for name in names)
+    return counted.most_common(1)[0][0]
 
 
 def _made_by(node: Node) -> Node:

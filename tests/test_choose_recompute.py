@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from autoshard import Config
 from autoshard.errors import ConfigError, PlanError
 from autoshard.passes.choose_recompute import CLOSE, Aim, Block, Option, choose, least
 from autoshard.plan import Plan
+from autoshard.rehearsal import Prepared
 from autoshard.savings import LEVELS, LITTLE, levels
-from tests.recomputed import Stack, inputs
+from tests.recomputed import Plain, Stack, forecaster_of, inputs, planned
 
 
 @st.composite
@@ -31,6 +33,29 @@ def blocks(draw: st.DrawFn) -> list[Block]:
 def _peak(taken: tuple[Option, ...]) -> int:
     before = itertools.accumulate((o.saved for o in taken), initial=0)
     return max(b + o.peak for b, o in zip(before, taken))
+
+
+class Few(Stack):
+    """Blocks that are no graphs of their own, and a head where the peak is."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers, self.head = nn.ModuleList(Plain() for _ in range(3)), nn.Linear(32, 200)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_blocks_are_cut_by_themselves_and_say_what_the_whole_step_takes(monkeypatch: pytest.MonkeyPatch, codegen: Any) -> None:
+    forecaster = forecaster_of(Few(), inputs(16), codegen)
+    plan = planned(forecaster)
+    with monkeypatch.context() as patch:
+        patch.setattr(Prepared, "cut", lambda *_: pytest.fail("the whole step was cut"))
+        blocks = forecaster._blocks(plan)
+    assert [b.name for b in blocks] == ["layers.0", "layers.1", "layers.2"] and len(blocks[0].options) > 4
+    for which in (1, 2, 4, -1):
+        taken = tuple(b.options[which] for b in blocks)
+        simulated = forecaster._with(plan, blocks, taken).predicted
+        assert _peak(taken) == pytest.approx(simulated.peak_bytes, rel=0.02)
+        assert sum(o.seconds for o in taken) == pytest.approx(simulated.step_seconds - simulated.seconds["optimizer"], rel=0.02)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(0, 100), st.integers(1, 1000))

@@ -234,6 +234,32 @@ def test_a_size_that_is_asked_of_a_value_does_not_save_it() -> None:
     assert saved[0] == saved[1]
 
 
+class Normed(nn.Module):
+    """A block that ends in a norm, as BERT's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 128), nn.Linear(128, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+class PostNorm(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Normed() for _ in range(3))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_what_leaves_a_block_is_saved_though_an_operation_of_several_results_gives_it(policy: str) -> None:
+    """Else all blocks before one are repeated for it, when backward begins."""
+    backward = rehearse(capture(PostNorm(), inputs()), with_policies(planned(forecaster_of(PostNorm(), inputs())), PostNorm, [policy]), False).backward
+    assert backward is not None
+    repeated = [n.name.partition("_again_")[0] for n in backward.graph.nodes if "_again_" in n.name]
+    assert list(dict.fromkeys(repeated)) == ["layers_2", "layers_1", "layers_0"] and repeated == sorted(repeated, reverse=True)
+
+
 def test_what_takes_graphs_is_saved() -> None:
     plan = planned(forecaster_of(Choice(), inputs()))
     usual, again = (trained(Choice, inputs(), p, "eager") for p in (plan, with_policies(plan, Choice, ["full"])))

@@ -83,7 +83,7 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
-            saved = _with_items(chosen(block, nodes, policy) | set(filterfalse(_repeatable, nodes))) | _leaving(nodes, backward)
+            saved = _with_items(chosen(block, nodes, policy) | set(filterfalse(_repeatable, nodes)) | _leaving(nodes, backward))
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
     return blocks.keys()
@@ -172,10 +172,12 @@ def _with_items(nodes: set[Node]) -> set[Node]:
 
 
 def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
-    """What is used outside of the block's forward and backward. Of a view, what it is a view of. Whoever asks for a size alone, where
-    sizes are open, has no use for the value."""
+    """What is used outside of the block's forward and backward. Of a view, what it is a view of; of one of an operation's results, the
+    operation, which torch's partitioner would repeat with all of them (a norm that ends a block). Whoever asks for a size alone, where sizes
+    are open, has no use for the value."""
     own = backward.union(nodes)
-    return {_viewed(n, own) for n in nodes if not own.issuperset(user for user in n.users if not _asks_for_a_size(user))}
+    leaving = {_viewed(n, own) for n in nodes if not own.issuperset(user for user in n.users if not _asks_for_a_size(user))}
+    return leaving.union(source for n in leaving if n.target is operator.getitem for source in n.all_input_nodes)
 
 
 def _asks_for_a_size(node: Node) -> bool:
