@@ -172,15 +172,21 @@ def _with_items(nodes: set[Node]) -> set[Node]:
 
 
 def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
-    """What is used outside of the block's forward and backward. Of a view, what it is a view of; of one of an operation's results, the
-    operation, which torch's partitioner would repeat with all of them (a norm that ends a block). Whoever asks for a size alone, where sizes
-    are open, has no use for the value."""
+    """What is used outside of the block's forward and backward. Of a view, what it is a view of; of one of an operation's results (a norm
+    that ends a block has several), the operation too: torch's partitioner would repeat it, and all that it is made of."""
     own = backward.union(nodes)
-    leaving = {_viewed(n, own) for n in nodes if not own.issuperset(user for user in n.users if not _asks_for_a_size(user))}
-    return leaving.union(source for n in leaving if n.target is operator.getitem for source in n.all_input_nodes)
+    leaving = {_viewed(n, own) for n in nodes if any(user not in own and not _asks_for_a_size(user) for user in n.users)}
+    read = (n for n in leaving if n.target is operator.getitem and any(user not in own and _computes(user) for user in n.users))
+    return leaving.union(source for n in read for source in n.all_input_nodes)
+
+
+def _computes(user: Node) -> bool:
+    """Not what gives a buffer its new value: of a norm's many results those are small ones."""
+    return user.op != "output" and not graphs.is_call(user, graphs.WRITE)
 
 
 def _asks_for_a_size(node: Node) -> bool:
+    """Who does, where sizes are open, has no use for the value."""
     return op_name(node).startswith("sym_")
 
 
