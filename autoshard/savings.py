@@ -4,8 +4,8 @@ from.
 [Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
 saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what is worth saving: the points of a parametric cut through
-the block, from nothing to what torch saves. Each is cut and simulated; blocks that are graphs of their own by themselves, all
-others together in the whole graph.
+the block, from nothing to what torch saves. Each is cut and simulated: blocks that are graphs of their own, or could be, by themselves,
+since to cut one block takes a fraction of what cutting the whole step takes; all others together in the whole graph.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Savings:
         return [Block(name, tuple(found)) for name, found in options.items()]
 
     def candidates(self, joint: GraphModule, kept: Set[str], stacks: Collection[str]) -> dict[str, list[str]]:
-        """Policies for each block; for what belongs to none (the seeds that Inductor draws) there is none. kept: the names of what is saved where nothing is chosen. See [Note: Candidates]."""
+        """Policies for each block; for what belongs to none (the seeds that Inductor draws) there is none. kept: the names of what is
+        saved where nothing is chosen. See [Note: Candidates]."""
         backward = backward_of(joint)
         wanted = needed(backward)
         found = values_of_blocks(joint, backward, stacks)

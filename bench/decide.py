@@ -1,10 +1,10 @@
 """How long it takes to decide what a deep model computes again in backward, on one thread.
 
-    python bench/decide.py [--layers 48]
+    python bench/decide.py [--layers 4,48]
 
-A Llama of so many blocks, planned for one process on the meta device as `autoshard plan` does: the model captured, its step
+Llamas of so many blocks, planned for one process on the meta device as `autoshard plan` does: the model captured, its step
 simulated as it is, then with a budget of 0.8 of that peak, which is where blocks are cut at each of their candidates, and with one of 0.6,
-for which they are known. The choice alone is for as many blocks of candidates that all differ. Writes bench/results/decide.md.
+for which they are known. The choice alone is for as many blocks as the most, of candidates that all differ. Writes bench/results/decide.md.
 """
 
 from __future__ import annotations
@@ -78,19 +78,20 @@ def chosen(layers: int) -> float:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--layers", type=int, default=48)
-    layers = parser.parse_args().layers
+    parser.add_argument("--layers", default="4,48", help="how many blocks, with commas between")
+    several = [int(layers) for layers in parser.parse_args().layers.split(",")]
     torch.set_num_threads(1)
     machine = side_by_side.machine("this machine")
-    columns = [dict(decided(layers, codegen)) for codegen in ("eager", "inductor")]
+    columns = {f"{layers} blocks, {codegen}": dict(decided(layers, codegen)) for layers in several for codegen in ("eager", "inductor")}
+    steps = next(iter(columns.values()))
     lines = [
-        f"How long it takes to decide for a Llama of {layers} blocks, in seconds of one thread: {machine.cpu}, torch {machine.torch},",
+        f"How long it takes to decide for a Llama, in seconds of one thread: {machine.cpu}, torch {machine.torch},",
         f"{machine.date}. Written by `python bench/decide.py`.\n",
-        "| | eager | inductor |",
-        "|---|---:|---:|",
-        *(f"| {what} | {eager:.1f} | {columns[1][what]:.1f} |" for what, eager in columns[0].items()),
+        f"| | {' | '.join(columns)} |",
+        "|---" + "|---:" * len(columns) + "|",
+        *(f"| {what} | {' | '.join(f'{column[what]:.1f}' for column in columns.values())} |" for what in steps),
         "",
-        f"The choice alone, among {CANDIDATES} candidates of each block whose bytes all differ: {chosen(layers):.2f} s.\n",
+        f"The choice alone, for {max(several)} blocks of {CANDIDATES} candidates each, whose bytes all differ: {chosen(max(several)):.2f} s.\n",
     ]
     text = "\n".join(lines)
     (HERE / "results" / "decide.md").write_text(text)
