@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import autoshard
 from autoshard import Config
@@ -56,6 +57,23 @@ def test_blocks_are_cut_by_themselves_and_say_what_the_whole_step_takes(monkeypa
         simulated = forecaster._with(plan, blocks, taken).predicted
         assert _peak(taken) == pytest.approx(simulated.peak_bytes, rel=0.02)
         assert sum(o.seconds for o in taken) == pytest.approx(simulated.step_seconds - simulated.seconds["optimizer"], rel=0.02)
+
+
+class Switched(Few):
+    """Blocks that cannot be graphs of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return super().forward(x)
+
+
+def test_a_look_at_what_blocks_would_be_by_themselves_warns_of_nothing() -> None:
+    forecaster = forecaster_of(Switched(), inputs(16))
+    plan = planned(forecaster)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert all(len(block.options) > 4 for block in forecaster._blocks(plan))
+    assert not any("outline_blocks" in str(w.message) for w in said)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(0, 100), st.integers(1, 1000))

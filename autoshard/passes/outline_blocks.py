@@ -46,7 +46,7 @@ _HARMLESS = (
 
 @dataclass(frozen=True)
 class OutlineBlocks:
-    """least: how many blocks must be alike."""
+    """least: how many blocks must be alike. One: each that can be is a graph of its own, for a look at it by itself."""
 
     least: int = 8
 
@@ -66,7 +66,7 @@ class OutlineBlocks:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
                 _outline(gm, same, policy, tuple(run.block for run in same), context)
-        if not repeated:
+        if not repeated and self.least > 1:
             _say_what_keeps_them(gm, context.plan, self.least)
         for run in _stretches(gm, context.plan) if repeated else ():
             if run.closed and run.uses_parameters(context):
