@@ -108,6 +108,11 @@ class Kind:
     joint: Joint
     names: tuple[str, ...]
 
+    @property
+    def has_backward(self) -> bool:
+        """Not what frozen parameters make of inputs without gradients."""
+        return self.joint.keywords is not None
+
 
 @dataclass(frozen=True)
 class WrittenBlock:

@@ -62,7 +62,7 @@ class Savings:
 
     def blocks(self, plan: Plan) -> list[Block]:
         """The model's blocks in the order of forward, each with all that it could save."""
-        apart = [kind for kind in self.kinds if kind.names]
+        apart = [kind for kind in self.kinds if kind.names and kind.has_backward]
         alone = {name for kind in apart for name in kind.names}
         found = self.candidates(self.prepared.joint.graph, self.kept, plan.stacks)
         joint = {name: policies for name, policies in found.items() if name not in alone}
@@ -77,7 +77,7 @@ class Savings:
         for kind in apart:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
             by_itself = self._alone(kind, policies_there, plan.stacks)
-            for name in kind.names:
+            for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
                 options[name] = [usual[name].shifted(option, by_itself[0]) for option in by_itself]
         return [Block(name, tuple(found)) for name, found in options.items()]
 
@@ -123,7 +123,7 @@ class Savings:
         key = id(kind.joint)
         if key not in self.known:
             usual = self.prepared.cut_kind(kind, "none")
-            policies = policies or next(iter(self.candidates(kind.joint.graph, kept_of(usual), stacks).values()))
+            policies = policies or next(iter(self.candidates(kind.joint.graph, kept_of(usual), stacks).values()), ())
             cuts = {policy: self.prepared.cut_kind(kind, policy) for policy in policies}
             self.known[key] = [self._option(policy, cut) for policy, cut in {"none": usual, **cuts}.items()]
         return self.known[key]

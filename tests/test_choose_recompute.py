@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,6 +59,36 @@ def test_blocks_are_cut_by_themselves_and_say_what_the_whole_step_takes(monkeypa
         simulated = forecaster._with(plan, blocks, taken).predicted
         assert _peak(taken) == pytest.approx(simulated.peak_bytes, rel=0.02)
         assert sum(o.seconds for o in taken) == pytest.approx(simulated.step_seconds - simulated.seconds["optimizer"], rel=0.02)
+
+
+class Frozen(Few):
+    """First blocks without a backward; `deep` of them."""
+
+    def __init__(self, deep: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Plain() for _ in range(deep + 3))
+        for layer in self.layers[:deep]:
+            layer.requires_grad_(False)
+
+
+class Chain(nn.Sequential):
+    """Of numbered layers, one without parameters, some without an operation, some that generated code makes parts of others."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh(), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Identity(), nn.Linear(64, 32), nn.GELU(), nn.LayerNorm(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(("make", "gains"), [(Frozen, True), (Chain, False), (functools.partial(Frozen, 8), False)])
+def test_blocks_of_all_kinds_are_looked_at(make: Callable[[], nn.Module], gains: bool, codegen: Any) -> None:
+    """Of single layers what enters each is saved; what lies behind frozen blocks that are graphs of their own is torch's to decide."""
+    forecaster = forecaster_of(make().train(), inputs(16), codegen)
+    plan = planned(forecaster)
+    fitted = forecaster.fit(plan, plan.predicted.peak_bytes // 2).predicted
+    assert fitted.peak_bytes < (0.8 if gains else 1.001) * plan.predicted.peak_bytes
 
 
 class Switched(Few):
