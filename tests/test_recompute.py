@@ -260,6 +260,28 @@ def test_what_leaves_a_block_is_saved_though_an_operation_of_several_results_giv
     assert list(dict.fromkeys(repeated)) == ["layers_2", "layers_1", "layers_0"] and repeated == sorted(repeated, reverse=True)
 
 
+class Viewed(Normed):
+    """What leaves it is a view of what the norm gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unsqueeze(0)[0]
+
+
+class PostNormViewed(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Viewed() for _ in range(3))
+
+
+def test_what_a_view_that_leaves_a_block_is_of_is_saved_too() -> None:
+    """The views are made again, nothing that a block computes before its own turn."""
+    make = PostNormViewed
+    backward = rehearse(capture(make(), inputs()), with_policies(planned(forecaster_of(make(), inputs())), make, ["full"]), False).backward
+    assert backward is not None
+    repeated = [n.name.partition("_again_")[0] for n in backward.graph.nodes if "_again_addmm" in n.name]
+    assert repeated == ["layers_2"] * 2 + ["layers_1"] * 2 + ["layers_0"] * 2
+
+
 def test_what_takes_graphs_is_saved() -> None:
     plan = planned(forecaster_of(Choice(), inputs()))
     usual, again = (trained(Choice, inputs(), p, "eager") for p in (plan, with_policies(plan, Choice, ["full"])))

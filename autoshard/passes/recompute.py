@@ -175,9 +175,10 @@ def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
     """What is used outside of the block's forward and backward. Of a view, what it is a view of; of one of an operation's results (a norm
     that ends a block has several), the operation too: torch's partitioner would repeat it, and all that it is made of."""
     own = backward.union(nodes)
-    leaving = {_viewed(n, own) for n in nodes if any(user not in own and not _asks_for_a_size(user) for user in n.users)}
-    read = (n for n in leaving if n.target is operator.getitem and any(user not in own and _computes(user) for user in n.users))
-    return leaving.union(source for n in read for source in n.all_input_nodes)
+    outside = {n: [user for user in n.users if user not in own and not _asks_for_a_size(user)] for n in nodes}
+    leaving = {_viewed(n, own) for n, users in outside.items() if users}
+    read = (_viewed(n, own) for n, users in outside.items() if any(map(_computes, users)))
+    return leaving.union(source for n in read if n.target is operator.getitem for source in n.all_input_nodes)
 
 
 def _computes(user: Node) -> bool:
