@@ -38,12 +38,12 @@ from autoshard.rehearsal import (
     DEFAULT,
     Kind,
     Known,
+    Outlined,
     Prepared,
     Rehearsed,
     body_of,
     groups_of,
     outline,
-    prepare,
     rows_of,
 )
 from autoshard.savings import Savings, Step, kept_of
@@ -184,8 +184,11 @@ class Forecaster:
         if prepared.kinds or OutlineBlocks not in map(type, self.passes):
             return prepared.kinds
         passes = [replace(p, least=1) if isinstance(p, OutlineBlocks) else p for p in self.passes]
+        return self._outlined(plan, passes).kinds
+
+    def _outlined(self, plan: Plan, passes: Sequence[Pass]) -> Outlined:
         fused = fuses(self.codegen, self.cluster.device)
-        return outline(self.captured, plan, self.inductor, fused, passes, self._written).kinds
+        return outline(self.captured, plan, self.inductor, fused, passes, self._written)
 
     def _seconds_of(self, operation: Operation) -> float:
         return float(seconds(work_of(operation).at(self.captured.open.number), self.cluster.device))
@@ -204,8 +207,7 @@ class Forecaster:
         """Stages that differ in what backward gathers again have this in common."""
         key = (*_layouts(plan), plan.recompute)
         if key not in self._ready:
-            fused = fuses(self.codegen, self.cluster.device)
-            self._ready[key] = prepare(self.captured, plan, self.inductor, fused, self.passes, self._written)
+            self._ready[key] = self._outlined(plan, self.passes).prepared()
         return self._ready[key]
 
     def _program(self, rehearsed: Rehearsed, held: Held) -> Program:

@@ -66,22 +66,11 @@ def prepare(
 ) -> Prepared:
     """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run. known:
     the blocks that were rehearsed before, of the same capture and with the same other arguments; those of this one are added."""
-    outlined = outline(captured, plan, inductor, fuses, passes, known)
-    compilation, blocks = outlined.compilation, outlined.blocks
-    with _tracing(captured):
-        inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
-        inputs += [captured.tracing.like(residue) for residue in outlined.residues]
-        outer = compilation.around(outlined.graph, blocks, inputs)
-        return Prepared(captured, outer, outer.trace(outlined.graph, inputs), blocks, outlined.kinds)
+    return outline(captured, plan, inductor, fuses, passes, known or Known()).prepared()
 
 
 def outline(
-    captured: Capture,
-    plan: Plan,
-    inductor: bool,
-    fuses: Device | None = None,
-    passes: Sequence[Pass] = DEFAULT,
-    known: Known | None = None,
+    captured: Capture, plan: Plan, inductor: bool, fuses: Device | None, passes: Sequence[Pass], known: Known
 ) -> Outlined:
     """The blocks that become graphs of their own, and what is around them. Arguments as of `prepare`."""
     gm = copy.deepcopy(captured.graph)
@@ -90,8 +79,8 @@ def outline(
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
     compilation = _Rehearsal(manager, context, inductor, Phases(shown=False))
     with _tracing(captured):
-        gm, blocks, kinds = compilation.outline(gm, known or Known())
-    return Outlined(compilation, gm, residues, blocks, kinds)
+        gm, blocks, kinds = compilation.outline(gm, known)
+    return Outlined(captured, compilation, gm, residues, blocks, kinds)
 
 
 @contextmanager
@@ -135,11 +124,21 @@ class Known:
 class Outlined:
     """A graph whose blocks are ops, not yet traced. residues: see `_write_layouts`."""
 
+    captured: Capture
     compilation: _Rehearsal
     graph: GraphModule
     residues: list[Tensor]
     blocks: tuple[Block, ...]
     kinds: tuple[Kind, ...]
+
+    def prepared(self) -> Prepared:
+        """The same, traced."""
+        captured, plan = self.captured, self.compilation.context.plan
+        with _tracing(captured):
+            inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
+            inputs += [captured.tracing.like(residue) for residue in self.residues]
+            outer = self.compilation.around(self.graph, self.blocks, inputs)
+            return Prepared(captured, outer, outer.trace(self.graph, inputs), self.blocks, self.kinds)
 
 
 @dataclass(frozen=True)
