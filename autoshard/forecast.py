@@ -31,7 +31,10 @@ from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
+from autoshard.passes.choose_prefetch import waits
 from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
+from autoshard.passes.choose_unshard import dropped, keeping_of
+from autoshard.passes.costs import costs_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.plan import Plan, Traffic
 from autoshard.rehearsal import (
@@ -46,7 +49,7 @@ from autoshard.rehearsal import (
     outline,
     rows_of,
 )
-from autoshard.savings import Savings, Step, kept_of
+from autoshard.savings import Copies, Savings, Step, kept_of
 
 TRIALS = 6  # how many choices are simulated
 AIMS = 32  # for how many aims they are made: those for several may be one
@@ -153,8 +156,9 @@ class Forecaster:
 
     def _with(self, plan: Plan, blocks: Sequence[Block], taken: Sequence[Option]) -> Plan:
         """The plan with these options of its blocks, simulated."""
-        policies = [(b.name, o.policy) for b, o in zip(blocks, taken)]
-        return self(replace(plan, recompute=tuple((name, policy) for name, policy in policies if policy != "none")))
+        policies = tuple((b.name, o.policy) for b, o in zip(blocks, taken) if o.policy != "none")
+        kept = {b.name for b, o in zip(blocks, taken) if o.keeps}
+        return self(replace(keeping_of(plan, kept), recompute=policies))
 
     def _blocks(self, plan: Plan) -> list[Block]:
         """What can be chosen, whatever the budget."""
@@ -175,8 +179,20 @@ class Forecaster:
             simulate=lambda rehearsed: _step(*self._simulate(plan, rehearsed, held)),
             simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
             seconds_of=self._seconds_of,
+            copies=self._copies(usual),
             known=self._alone,
         )
+
+    def _copies(self, plan: Plan) -> dict[str, Copies]:
+        """What backward gathers again, by group, if it waits for that. The seconds that keeping all of it spares are shared out by
+        bytes."""
+        again = {group.name for group in dropped(plan)}
+        if not again or not waits(self(plan)):
+            return {}
+        spared = (self(plan).predicted.step_seconds or 0.0) - (self(keeping_of(plan, again)).predicted.step_seconds or 0.0)
+        costs = zip(plan.groups, costs_of(plan, self.captured.inventory))
+        bytes = {group.name: cost.whole for group, cost in costs if group.name in again}
+        return {name: Copies(size, spared * size / sum(bytes.values())) for name, size in bytes.items()} if spared > 0 else {}
 
     def _kinds(self, plan: Plan) -> Sequence[Kind]:
         """What each block would be as a graph of its own: to cut that is to cut less than all of the step."""

@@ -46,10 +46,18 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """The gathered copies of a block that backward gathers again. bytes: that would wait for it. seconds: that this would spare."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Savings:
     """Of one prepared graph. kinds: the blocks that can be graphs of their own, whether they are there or not. usual: its step, nothing
     chosen. kept: the names of what is saved there. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation
-    takes. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
+    takes. copies: by block. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
 
     prepared: Prepared
     kinds: Sequence[Kind]
@@ -58,6 +66,7 @@ class Savings:
     simulate: Callable[[Rehearsed], Step]
     simulate_alone: Callable[[Rehearsed], Step]
     seconds_of: Callable[[Operation], float]
+    copies: Mapping[str, Copies]
     known: dict[int, list[Option]]
 
     def blocks(self, plan: Plan) -> list[Block]:
@@ -67,19 +76,26 @@ class Savings:
         found = self.candidates(self.prepared.joint.graph, self.kept, plan.stacks)
         joint = {name: policies for name, policies in found.items() if name not in alone}
         usual = _measured(self.usual, {*joint, *alone}, plan.stacks)
-        options = {name: [seen.option("none")] for name, seen in usual.items()}
+        options = {name: {"none": seen} for name, seen in usual.items()}
         for level in range(max(map(len, joint.values()), default=0)):
             policies = {name: found[level] for name, found in joint.items() if level < len(found)}
             cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
             for name, seen in _measured(self.simulate(cut), set(options), plan.stacks).items():
                 if name in policies:
-                    options[name].append(seen.option(policies[name]))
+                    options[name][policies[name]] = seen
         for kind in apart:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
             by_itself = self._alone(kind, policies_there, plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
-                options[name] = [usual[name].shifted(option, by_itself[0]) for option in by_itself]
-        return [Block(name, tuple(found)) for name, found in options.items()]
+                options[name] = {option.policy: usual[name].shifted(option, by_itself[0]) for option in by_itself}
+        return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
+
+    def _options(self, name: str, found: Mapping[str, _Seen]) -> Iterator[Option]:
+        """Each policy of a block with its gathered copies dropped, and with them kept."""
+        for policy, seen in found.items():
+            yield seen.option(policy)
+            if name in self.copies:
+                yield seen.keeping(policy, self.copies[name])
 
     def candidates(self, joint: GraphModule, kept: Set[str], stacks: Collection[str]) -> dict[str, list[str]]:
         """Policies for each block; for what belongs to none (the seeds that Inductor draws) there is none. kept: the names of what is
@@ -155,11 +171,15 @@ class _Seen:
     def option(self, policy: str) -> Option:
         return Option(policy, self.saved, max(self.inside, self.between, self.after), self.seconds)
 
-    def shifted(self, alone: Option, usual: Option) -> Option:
+    def keeping(self, policy: str, copies: Copies) -> Option:
+        """In its own forward and backward they are there in any case."""
+        peak = max(self.inside, self.between + copies.bytes, self.after)
+        return Option(policy, self.saved + copies.bytes, peak, self.seconds - copies.seconds, keeps=True)
+
+    def shifted(self, alone: Option, usual: Option) -> _Seen:
         """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place."""
-        saved = alone.saved - usual.saved
-        peak = max(self.inside + alone.peak - usual.peak, self.between + saved, self.after)
-        return Option(alone.policy, self.saved + saved, peak, self.seconds + alone.seconds - usual.seconds)
+        saved, inside, seconds = alone.saved - usual.saved, alone.peak - usual.peak, alone.seconds - usual.seconds
+        return _Seen(self.saved + saved, self.inside + inside, self.between + saved, self.after, self.seconds + seconds)
 
 
 def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, _Seen]:

@@ -151,6 +151,11 @@ EARLY: dict[str, Callable[[], Contender]] = {
     f"autoshard{stage}_early": partial(autoshard_zero, stage, early_gathers=True) for stage in (1, 3)
 }
 
+# Where memory is what stage 3 takes with all that torch saves (see one_budget.py).
+BUDGETED: dict[str, Callable[[], Contender]] = {
+    f"autoshard3_{how}": partial(autoshard_zero, 3, memory_budget=79_800_000, recompute=how) for how in ("none", "auto")
+}
+
 # Where gradients are compressed.
 COMPRESSIONS: dict[str, Callable[[], Contender]] = {
     "ddp_fp16": partial(ddp_hooked, "fp16"),

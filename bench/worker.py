@@ -86,7 +86,7 @@ def _play(players: Sequence[turns.Player], names: Sequence[str]) -> list[Measure
 
 def take_turns(names: Sequence[str], rounds: int, pause: float) -> None:
     """Of one side, in a process that is told when: two steps of each contender, with a pause of so many seconds after each."""
-    possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY
+    possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY | contenders.BUDGETED
     runs = [(Measured(name), possible[name]()) for name in names]
     turns.answer(rounds=WARM_UP + rounds)
     for number in turns.told():

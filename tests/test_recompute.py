@@ -15,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import autoshard
 from autoshard import Config
 from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED
 from autoshard.forecast import Forecaster
+from autoshard.passes.choose_unshard import dropped, keeping_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
@@ -319,4 +322,17 @@ def test_what_a_plan_s_file_names_and_is_not_there_is_warned_of(policy: str, sai
 )
 def test_parity_with_recomputation(two: Processes, name: str, zero: int, recompute: str) -> None:
     for distance in two.run(measure, name, config(zero, recompute=recompute)):
+        assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize("name", ["llama", in_full("llama_deep")])
+def test_parity_where_copies_of_some_blocks_are_kept_and_others_computed_again(two: Processes, name: str) -> None:
+    """As one budget for both may have it."""
+    case = (models.CASES | models.DEEP)[name]
+    batch = case.batch(torch.Generator().manual_seed(0))
+    plan = autoshard.plan(case.build(), batch, config(3, recompute="full"), Cluster(1, 2, DEVICES["cpu"]))
+    blocks = [block for block, _ in plan.recompute]
+    mixed = replace(keeping_of(plan, set(blocks[::2])), recompute=tuple((b, "full") for b in blocks[1:]))
+    assert 0 < len(dropped(mixed)) < len(dropped(plan))
+    for distance in two.run(measure, name, config("auto", plan=mixed, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance

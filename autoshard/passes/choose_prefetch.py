@@ -17,7 +17,7 @@ IDLE = 0.02  # of a step; who waits less for collectives has nothing to gain
 def choose_prefetch(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
     """With the prefetch that a forecast says is worth it. budget: bytes a process; None: no limit was said."""
     found = plan
-    while found.ahead < MOST and _waits(found):
+    while found.ahead < MOST and waits(found):
         further = forecast(replace(found, ahead=found.ahead + 1))
         before, after = found.predicted.step_seconds, further.predicted.step_seconds
         fits = budget is None or at_most(further.predicted) <= budget
@@ -30,7 +30,7 @@ def choose_prefetch(plan: Plan, budget: int | None, forecast: Callable[[Plan], P
     return found.because(f"gathers start {found.ahead} groups before their use: {less:.1%} less time than with {plan.ahead}")
 
 
-def _waits(plan: Plan) -> bool:
+def waits(plan: Plan) -> bool:
     """Whether gathers may be waited for; not where nothing was simulated."""
     spent = plan.predicted.seconds
     return plan.sharded and bool(spent) and spent.get("waiting", 0.0) > IDLE * sum(spent.values())

@@ -21,12 +21,14 @@ MOST = 20_000  # choices that are followed from block to block; of more, evenly 
 @dataclass(frozen=True)
 class Option:
     """One policy of one block. saved: bytes that wait for its backward. peak: the most bytes that exist at once in its
-    forward or its backward, beside what earlier blocks saved; its own are among them. seconds: of both."""
+    forward or its backward, beside what earlier blocks saved; its own are among them. seconds: of both. keeps: gathered copies of its
+    parameters are among what waits."""
 
     policy: str
     saved: int
     peak: int
     seconds: float
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ others, where there is a budget, as many as fit, from the last used on: those li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from autoshard.plan import ParameterGroup, Plan, Prediction
@@ -21,7 +21,11 @@ def dropped(plan: Plan) -> list[ParameterGroup]:
 
 def keeping(plan: Plan, count: int) -> Plan:
     """The plan with that many more copies kept."""
-    names = {g.name for g in dropped(plan)[len(dropped(plan)) - count :]}
+    return keeping_of(plan, {g.name for g in dropped(plan)[len(dropped(plan)) - count :]})
+
+
+def keeping_of(plan: Plan, names: Collection[str]) -> Plan:
+    """The plan with the copies of these groups kept."""
     groups = (replace(g, degrees=replace(g.degrees, parameter=1)) if g.name in names else g for g in plan.groups)
     return replace(plan, groups=tuple(groups))
 

@@ -17,7 +17,7 @@ from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
-from autoshard.passes.choose_prefetch import choose_prefetch
+from autoshard.passes.choose_prefetch import choose_prefetch, waits
 from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.costs import costs_of, scarce_rows
@@ -84,7 +84,7 @@ def make_plan(
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
     if budget is not None:
-        plan = _fitted(plan, budget, fit)
+        plan = _fitted(plan, budget, fit, look)
     _check_budget([plan], inventory, config, where)
     return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), budget, whole)
 
@@ -131,8 +131,8 @@ def _choose(
             plans[stage] = look(plans[stage], where.budget)
         if fits(stage):
             whole.append(stage)
-        elif where.budget is not None and may_fit(stage):
-            plans[stage] = _fitted(plans[stage], where.budget, fit)
+        if where.budget is not None and may_fit(stage):
+            plans[stage] = _fitted(plans[stage], where.budget, fit, look)
         if fits(stage):
             fitting.append(stage)
     if not fitting:  # of what was not looked at it is not known what it takes
@@ -149,18 +149,22 @@ def _for_certain(plan: Plan) -> int:
     return sum(plan.predicted.memory.get(category, 0) for category in kept)
 
 
-def _fitted(plan: Plan, budget: int, fit: Fit | None) -> Plan:
-    """The plan, or with what it has to compute again."""
-    if fit is None or plan.predicted.footprint <= budget:
+def _fitted(plan: Plan, budget: int, fit: Fit | None, look: Look) -> Plan:
+    """The plan, or with what it has to compute again: to fit, or to have room for gathered copies that it waits for."""
+    if fit is None or (plan.predicted.footprint <= budget and not (dropped(plan) and waits(plan))):
         return plan
     found, before = fit(plan, budget), plan.predicted.step_seconds
-    if not found.recompute or before is None:
+    kept = len(dropped(plan)) - len(dropped(found))
+    if not (found.recompute or kept) or before is None:
         return found
+    said = [f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward"]
+    if plan.predicted.footprint > budget:
+        said.append(f"to go from {bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}")
+    if kept:
+        said.append(f"with {counted(kept, 'more gathered copy', 'more gathered copies')} kept for it")
     more = (found.predicted.step_seconds or 0.0) / before - 1
-    return found.because(
-        f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward, to go from "
-        f"{bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}; {more:+.1%} of a step's time",
-    )
+    found = found.because(f"{', '.join(said)}; {more:+.1%} of a step's time")
+    return look(found, budget) if found.predicted.footprint <= budget and waits(found) else found
 
 
 def _reason(stage: int, plan: Plan, chosen: str, budget: int | None) -> str:
