@@ -4,7 +4,8 @@ from.
 [Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
 saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what is worth saving: the points of a parametric cut through
-the block, from nothing to what torch saves. Each is cut and simulated: blocks that are graphs of their own, or could be, by themselves,
+the block, from nothing to what torch saves. Between two of them lies as much as the last value takes, which may be a hundredth of the
+step's peak; so there is a fill, too: the point but for the last smaller value before that. Each is cut and simulated: blocks that are graphs of their own, or could be, by themselves,
 since to cut one block takes a fraction of what cutting the whole step takes; all others together in the whole graph.
 """
 
@@ -112,9 +113,9 @@ class Savings:
         sizes = {key: self._bytes_kept(n, wanted) for key, n in found.items()}
         spared = {key: self._seconds_again(n, own, saved) / sizes[key] for key, n in found.items()}
         worth = sorted(found, key=lambda key: -spared[key])
-        counts = levels([sizes[key] for key in worth])
-        saves = [[key for key in found if key in worth[:count]] for count in counts]
-        return ["full", *(" ".join(["save", *keys]) for keys in saves)]
+        points = [worth[:count] for count in levels([sizes[key] for key in worth])]
+        saves = dict.fromkeys(frozenset(keys) for keys in (*points, *fills(points, sizes)))
+        return ["full", *(" ".join(["save", *(key for key in found if key in keys)]) for keys in saves)]
 
     def _bytes_kept(self, node: Node, wanted: set[Node]) -> int:
         several = isinstance(node.meta["val"], (list, tuple))
@@ -155,6 +156,15 @@ def levels(sizes: Sequence[int]) -> list[int]:
     least = LITTLE * sum(sizes)
     counts = [i for i, size in enumerate(sizes, 1) if size >= least or i == len(sizes)]
     return sorted({counts[-(-i * len(counts) // LEVELS) - 1] for i in range(1, LEVELS + 1)}) if counts else []
+
+
+def fills(points: Iterable[Sequence[str]], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Each point but for the last value before its last that is smaller, and not too small to matter. sizes: of all values."""
+    least = LITTLE * sum(sizes.values())
+    for point in points:
+        smaller = [key for key in point if least <= sizes[key] < sizes[point[-1]]]
+        if smaller:
+            yield [key for key in point if key != smaller[-1]]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from autoshard.savings import LEVELS  # noqa: E402
 
 BATCH = 4
 BUDGETS = (0.8, 0.6)
-CANDIDATES = LEVELS + 2
+CANDIDATES = 2 * (2 * LEVELS + 2)  # with fills, with copies dropped and kept
 
 
 def taken(what: Callable[..., Any], *args: Any) -> tuple[float, Any]:

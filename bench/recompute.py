@@ -2,8 +2,8 @@
 
     python bench/recompute.py [--models llama,gpt2] [--codegen inductor] [--batch 8] [--closest]
 
-autoshard with memory budgets from all that torch saves down to the least that is possible; torch's own
-`activation_memory_budget`; and `torch.utils.checkpoint` around the first so many blocks. Each point has a process of its
+torch's own `activation_memory_budget`; `torch.utils.checkpoint` around the first so many blocks; and autoshard with the peaks of
+these as its budgets (and 0.5 %), with all that torch saves, and with the least that is possible. Each point has a process of its
 own, which compiles, tells its peak, and waits; then all take a few steps in turn, over and over, so that all ways meet the
 same noise; a process takes 0.7 GB and more. Of a point's steps the median is taken. Writes bench/results/recompute.md, .json and .png.
 
@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 from autoshard.forecast import Forecaster  # noqa: E402
 from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 
-BUDGETS = 8
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.0)
 ROUNDS, WARM_UP, STEPS = 7, 2, 3
 CLOSEST = (("torch", "1.0"), ("checkpoint", "0"), ("torch", "0.8"))
@@ -96,12 +96,20 @@ class Planner:
         """One of torch's ways."""
         return Point(self.name, way, setting, f"{setting} blocks" if way == "checkpoint" else setting)
 
-    def points(self) -> list[Point]:
-        """All that is measured of the model."""
-        top, floor = self.plan.predicted.peak_bytes, self.forecaster.fit(self.plan, 0).predicted.peak_bytes
-        found = [self.within(floor + (top - floor) * i // (BUDGETS - 1)) for i in reversed(range(BUDGETS))]
-        found += [self.rival("torch", str(b)) for b in TORCH_BUDGETS]
+    def rivals(self) -> list[Point]:
+        """All of torch's ways."""
+        found = [self.rival("torch", str(b)) for b in TORCH_BUDGETS]
         return found + [self.rival("checkpoint", str(n)) for n in range(self.blocks + 1)]
+
+    def budgets(self, peaks: Sequence[int]) -> list[int]:
+        """Those of ours beside torch's ways with these peaks, the highest first; peaks that are equal have one."""
+        top, floor = self.plan.predicted.peak_bytes, self.forecaster.fit(self.plan, 0).predicted.peak_bytes
+        found = [top]
+        for peak in sorted(peaks, reverse=True):
+            budget = int(peak * EQUAL)
+            if floor <= budget and budget * EQUAL < found[-1]:
+                found.append(budget)
+        return [*found, floor]
 
 
 def contender(point: Point, codegen: str) -> contenders.Contender:
@@ -169,7 +177,10 @@ def _take_turns(served: list[Served]) -> None:
 def run(name: str, codegen: str, batch: int) -> list[dict[str, Any]]:
     """Every point of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        served = [Served(point, codegen, batch) for point in Planner(name, codegen, batch, Path(folder)).points()]
+        planner = Planner(name, codegen, batch, Path(folder))
+        rivals = [Served(point, codegen, batch) for point in planner.rivals()]
+        budgets = planner.budgets([one.peak for one in rivals])
+        served = [*(Served(planner.within(budget), codegen, batch) for budget in budgets), *rivals]
     _take_turns(served)
     return [_row(one.point, one.peak, statistics.median(one.seconds)) for one in served]
 

@@ -28,7 +28,7 @@ from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared
-from autoshard.savings import LEVELS, LITTLE, levels
+from autoshard.savings import LEVELS, LITTLE, fills, levels
 from tests.recomputed import Plain, Stack, forecaster_of, inputs, planned
 from tests.small import in_full
 
@@ -171,10 +171,24 @@ def test_levels_save_one_value_more_each_where_they_can(sizes: list[int]) -> Non
         assert found[: len(large)] == large
 
 
+@given(st.lists(st.integers(1, 1 << 20), max_size=2 * LEVELS))
+def test_fills_lack_one_smaller_value_of_a_point(sizes: list[int]) -> None:
+    values = {str(i): size for i, size in enumerate(sizes)}
+    points = [list(values)[:count] for count in levels(sizes)]
+    found = list(fills(points, values))
+    for fill in found:
+        (point,) = [point for point in points if len(point) == len(fill) + 1 and set(fill) < set(point) and point[-1] == fill[-1]]
+        (lacks,) = set(point) - set(fill)
+        assert LITTLE * sum(sizes) <= values[lacks] < values[point[-1]]
+    assert bool(found) == any(LITTLE * sum(sizes) <= values[k] < values[point[-1]] for point in points for k in point)
+
+
 @given(blocks(), st.integers(0, 80))
 def test_the_choice_is_that_of_brute_force(blocks: list[Block], budget: int) -> None:
     every = list(itertools.product(*(b.options for b in blocks)))
-    assert _peak(least(blocks)) == min(map(_peak, every))
+    lowest = min(map(_peak, every))
+    assert _peak(least(blocks)) == lowest
+    assert sum(o.seconds for o in least(blocks)) == min(sum(o.seconds for o in taken) for taken in every if _peak(taken) == lowest)
     fitting = [sum(o.seconds for o in taken) for taken in every if _peak(taken) <= budget]
     taken = choose(blocks, budget)
     assert (taken is None) == (not fitting)

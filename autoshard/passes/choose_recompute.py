@@ -8,7 +8,7 @@ another can be dropped. What is left at the end is exact, as long as no more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,14 +89,24 @@ def choose(blocks: Sequence[Block], budget: int) -> tuple[Option, ...] | None:
 
 
 def least(blocks: Sequence[Block]) -> tuple[Option, ...]:
-    """An option for each block, of the lowest peak."""
+    """An option for each block, of the lowest peak; of those, of the least seconds."""
 
     def cost(front: _Front, option: Option) -> NDArray[np.float64]:
         return np.maximum(front.cost, (front.saved + option.peak).astype(np.float64))
 
-    found = _best(blocks, cost)
+    lowest = _best(blocks, cost)
+    assert lowest is not None
+    found = choose(blocks, peak_of(lowest))
     assert found is not None
     return found
+
+
+def peak_of(taken: Iterable[Option]) -> int:
+    """The most bytes at once, with an option of each block."""
+    before, peak = 0, 0
+    for option in taken:
+        before, peak = before + option.saved, max(peak, before + option.peak)
+    return peak
 
 
 def _best(blocks: Sequence[Block], cost: Cost) -> tuple[Option, ...] | None:
