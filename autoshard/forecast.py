@@ -32,9 +32,8 @@ from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_prefetch import waits
-from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least
-from autoshard.passes.choose_unshard import dropped, keeping_of
-from autoshard.passes.costs import costs_of
+from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least, peak_of
+from autoshard.passes.choose_unshard import copies_of, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.plan import Plan, Traffic
 from autoshard.rehearsal import (
@@ -151,8 +150,9 @@ class Forecaster:
             aim = aim.after(found.predicted.footprint - budget)
         if best.predicted.footprint <= budget:
             return best
-        lowest = self._with(plan, blocks, least(blocks))
-        return lowest if _better(lowest, best, budget) else best
+        lowest = least(blocks)
+        lowest_plans = (self._with(plan, blocks, taken) for taken in (lowest, choose(blocks, peak_of(lowest)) or lowest))
+        return min(best, *lowest_plans, key=lambda p: (p.predicted.footprint, p.predicted.step_seconds or 0.0))
 
     def _with(self, plan: Plan, blocks: Sequence[Block], taken: Sequence[Option]) -> Plan:
         """The plan with these options of its blocks, simulated."""
@@ -186,13 +186,11 @@ class Forecaster:
     def _copies(self, plan: Plan) -> dict[str, Copies]:
         """What backward gathers again, by group, if it waits for that. The seconds that keeping all of it spares are shared out by
         bytes."""
-        again = {group.name for group in dropped(plan)}
+        again = copies_of(plan, self.captured.inventory)
         if not again or not waits(self(plan)):
             return {}
         spared = (self(plan).predicted.step_seconds or 0.0) - (self(keeping_of(plan, again)).predicted.step_seconds or 0.0)
-        costs = zip(plan.groups, costs_of(plan, self.captured.inventory))
-        bytes = {group.name: cost.whole for group, cost in costs if group.name in again}
-        return {name: Copies(size, spared * size / sum(bytes.values())) for name, size in bytes.items()} if spared > 0 else {}
+        return {name: Copies(size, spared * size / sum(again.values())) for name, size in again.items()} if spared > 0 else {}
 
     def _kinds(self, plan: Plan) -> Sequence[Kind]:
         """What each block would be as a graph of its own: to cut that is to cut less than all of the step."""

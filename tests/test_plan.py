@@ -19,7 +19,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError, ConfigError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
-from autoshard.passes.choose_unshard import keeping_none
+from autoshard.passes.choose_unshard import _most, keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.planning import first_look
 from autoshard.units import parse_bytes
@@ -283,6 +283,15 @@ def test_rows_that_are_fewer_than_processes_are_said() -> None:
 def test_the_only_group_is_gathered_again() -> None:
     plan = make_plan(Inventory("Net", (_info("up.weight", 256, 256),)), Config(zero=3), _where(8))
     assert not _kept(plan)
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
+def test_the_most_that_fits_is_found_in_few_looks(of: int, guess: int, room: int) -> None:
+    """Two where the guess is right."""
+    looks: list[int] = []
+    found = _most(of, guess, lambda count: looks.append(count) or count <= room)  # type: ignore[func-returns-value]
+    assert found == min(of, room) and set(looks) <= set(range(1, of + 1))
+    assert len(looks) <= (2 if guess == found else 12)
 
 
 def _kept(plan: Plan) -> list[str]:

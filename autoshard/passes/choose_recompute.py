@@ -89,14 +89,12 @@ def choose(blocks: Sequence[Block], budget: int) -> tuple[Option, ...] | None:
 
 
 def least(blocks: Sequence[Block]) -> tuple[Option, ...]:
-    """An option for each block, of the lowest peak; of those, of the least seconds."""
+    """An option for each block, of the lowest peak; of those, of the fewest bytes saved."""
 
     def cost(front: _Front, option: Option) -> NDArray[np.float64]:
         return np.maximum(front.cost, (front.saved + option.peak).astype(np.float64))
 
-    lowest = _best(blocks, cost)
-    assert lowest is not None
-    found = choose(blocks, peak_of(lowest))
+    found = _best(blocks, cost)
     assert found is not None
     return found
 

@@ -6,9 +6,12 @@ others, where there is a budget, as many as fit, from the last used on: those li
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from autoshard.inventory import Inventory
+from autoshard.passes.costs import costs_of
 from autoshard.plan import ParameterGroup, Plan, Prediction
 from autoshard.units import counted
 
@@ -37,7 +40,13 @@ def keeping_none(plan: Plan) -> Plan:
     return replace(plan, groups=tuple(groups))
 
 
-def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
+def copies_of(plan: Plan, inventory: Inventory) -> dict[str, int]:
+    """Bytes of the copies that backward gathers again, by group, in the order of last use."""
+    costs = dict(zip((g.name for g in plan.groups), costs_of(plan, inventory)))
+    return {group.name: costs[group.name].whole for group in dropped(plan)}
+
+
+def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan], inventory: Inventory) -> Plan:
     """Forecast, and at stage 3 with as many copies kept as the budget has room for. None: no budget was said."""
     found = forecast(plan)
     if budget is None or not dropped(plan):
@@ -47,17 +56,23 @@ def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pl
         return none if none.predicted.footprint < found.predicted.footprint else found
     if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
         return found
-    count = _most(len(dropped(plan)), lambda more: at_most(forecast(keeping(plan, more)).predicted) <= budget)
+    taken = itertools.accumulate(reversed(copies_of(plan, inventory).values()))
+    guess = sum(bytes <= budget - found.predicted.footprint for bytes in taken)
+    count = _most(len(dropped(plan)), guess, lambda more: at_most(forecast(keeping(plan, more)).predicted) <= budget)
     kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
     return forecast(keeping(plan, count)).because(kept) if count else found
 
 
-def _most(of: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `of` that fits; 0 does."""
-    fewest, most = 0, of
+def _most(of: int, guess: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `of` that fits; 0 does. Each look takes seconds, so the first are where a guess says."""
+    fewest, most, at, stride = 0, of, min(guess + 1, of), 1
     while fewest < most:
-        middle = (fewest + most + 1) // 2
-        fewest, most = (middle, most) if fits(middle) else (fewest, middle - 1)
+        at = at if fewest < at <= most else (fewest + most + 1) // 2
+        if fits(at):
+            fewest, at = at, at + stride
+        else:
+            most, at = at - 1, at - stride
+        stride *= 2
     return fewest
 
 

@@ -77,7 +77,7 @@ def make_plan(
         return forecast(predict(plan, inventory, config, where))
 
     def look(plan: Plan, budget: int | None) -> Plan:
-        return choose_unshard(plan, budget, whole)
+        return choose_unshard(plan, budget, whole, inventory)
 
     if config.zero == "auto":
         return choose_prefetch(_choose(plans, inventory, config, where, look, fit), where.budget, whole)
