@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE))
 import recompute  # noqa: E402
 import report  # noqa: E402
 
+BUDGETS = 8  # of a model
 WITHIN = 0.03  # of the predicted peak
 SAME = 1.001  # peaks that differ by less are the same: a few small tensors that a step happens to hold
 
@@ -44,11 +45,12 @@ def measure(model: str, codegen: str, batch: int) -> list[Peak]:
     """One plan after the other, the largest budget first."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for point in recompute.Planner(model, codegen, batch, Path(folder)).points():
-            if point.way == "autoshard":
-                served = recompute.Served(point, codegen, batch)
-                served.end()
-                found.append(Peak(model, codegen, point.budget, point.predicted, served.peak))
+        planner = recompute.Planner(model, codegen, batch, Path(folder))
+        for budget in planner.steps(BUDGETS):
+            point = planner.within(budget)
+            served = recompute.Served(point, codegen, batch)
+            served.end()
+            found.append(Peak(model, codegen, budget, point.predicted, served.peak))
     return found
 
 

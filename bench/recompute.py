@@ -101,9 +101,14 @@ class Planner:
         found = [self.rival("torch", str(b)) for b in TORCH_BUDGETS]
         return found + [self.rival("checkpoint", str(n)) for n in range(self.blocks + 1)]
 
+    def steps(self, count: int) -> list[int]:
+        """So many budgets, from all that torch saves down to the least that is possible."""
+        top, floor = self.plan.predicted.peak_bytes, self.forecaster.fit(self.plan, 0).predicted.peak_bytes
+        return [floor + (top - floor) * i // (count - 1) for i in reversed(range(count))]
+
     def budgets(self, peaks: Sequence[int]) -> list[int]:
         """Those of ours beside torch's ways with these peaks, the highest first; peaks that are equal have one."""
-        top, floor = self.plan.predicted.peak_bytes, self.forecaster.fit(self.plan, 0).predicted.peak_bytes
+        top, floor = self.steps(2)
         found = [top]
         for peak in sorted(peaks, reverse=True):
             budget = int(peak * EQUAL)
@@ -239,22 +244,28 @@ def at_no_more(peak: float, rows: list[dict[str, Any]]) -> float:
     return min((r["step"] for r in rows if r["way"] == "autoshard" and r["peak"] <= peak * EQUAL), default=float("nan"))
 
 
+def in_no_more(seconds: float, rows: list[dict[str, Any]]) -> float:
+    """The lowest peak that autoshard has at this step time or below."""
+    return min((r["peak"] for r in rows if r["way"] == "autoshard" and r["step"] <= seconds * EQUAL), default=float("nan"))
+
+
 def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     """Markdown: a table for each model, times as ratios to the point that saves all, of autoshard."""
     lines = [
         f"Peak and step time on {report.cpu_name()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
-        f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last column is "
-        "autoshard's time, at no more than that way's peak (to 0.5 %), divided by that way's time. Written by "
-        "`python bench/recompute.py`.",
+        f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last columns are "
+        "autoshard's time at no more than that way's peak, and its peak in no more than that way's time (both to 0.5 %), divided by "
+        "that way's. Written by `python bench/recompute.py`.",
     ]
     for model in dict.fromkeys(r["model"] for r in rows):
         own = [r for r in rows if r["model"] == model]
         unit = next(r["step"] for r in own if r["way"] == "autoshard")
-        lines += ["", f"## {model}", "", "| way | setting | peak MB | predicted | time | autoshard's at no more memory |"]
-        lines += ["|---|---|---:|---:|---:|---:|"]
+        lines += ["", f"## {model}", "", "| way | setting | peak MB | predicted | time | our time at its peak | our peak in its time |"]
+        lines += ["|---|---|---:|---:|---:|---:|---:|"]
         for r in own:
             off = f"{r['predicted'] / r['peak'] - 1:+.1%}" if r["predicted"] else ""
-            ours = f"{at_no_more(r['peak'], own) / r['step']:.2f}x" if r["way"] != "autoshard" else ""
+            theirs = r["way"] != "autoshard"
+            ours = f"{at_no_more(r['peak'], own) / r['step']:.2f}x | {in_no_more(r['step'], own) / r['peak']:.2f}x" if theirs else " | "
             peak, time = f"{r['peak'] / 1e6:.1f}", f"{r['step'] / unit:.2f}"
             lines.append(f"| {WAYS[r['way']]} | {r['label']} | {peak} | {off} | {time} | {ours} |")
     return "\n".join([*lines, ""])

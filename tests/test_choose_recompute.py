@@ -92,7 +92,7 @@ def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.Monk
         assert together.recompute and len(dropped(together)) < len(dropped(apart)), share
         assert together.predicted.peak_bytes <= budget
         assert together.predicted.step_seconds < 0.98 * apart.predicted.step_seconds
-        assert any("kept for it" in why for why in together.why)
+        assert any("kept for backward" in why for why in together.why)
 
 
 class Frozen(Few):

@@ -5,7 +5,7 @@ since its optimizer may step less, and so does each of those before that recompu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -157,14 +157,19 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None, look: Look) -> Plan:
     kept = len(dropped(plan)) - len(dropped(found))
     if not (found.recompute or kept) or before is None:
         return found
-    said = [f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward"]
-    if plan.predicted.footprint > budget:
-        said.append(f"to go from {bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}")
-    if kept:
-        said.append(f"with {counted(kept, 'more gathered copy', 'more gathered copies')} kept for it")
     more = (found.predicted.step_seconds or 0.0) / before - 1
-    found = found.because(f"{', '.join(said)}; {more:+.1%} of a step's time")
+    found = found.because(f"{', '.join(_what_was_fitted(plan, found, kept, budget))}; {more:+.1%} of a step's time")
     return look(found, budget) if found.predicted.footprint <= budget and waits(found) else found
+
+
+def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterator[str]:
+    """Why a plan is as it was found to fit: what is computed again, what that is for, and how many copies are kept."""
+    if found.recompute:
+        yield f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward"
+    if plan.predicted.footprint > budget:
+        yield f"to go from {bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}"
+    if kept:
+        yield f"{counted(kept, 'more gathered copy', 'more gathered copies')} kept for backward"
 
 
 def _reason(stage: int, plan: Plan, chosen: str, budget: int | None) -> str:
