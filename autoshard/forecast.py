@@ -93,18 +93,31 @@ class Forecaster:
     def _predict(self, plan: Plan) -> dict[str, Any]:
         """What is predicted of a step, by the prediction's names for it."""
         doing(f"simulating a step by {plan.summary}")
-        program, curve, took, unknown = self.simulated(plan)
+        program, curve, took, _ = self.simulated(plan)
         peak = curve.peak()
         return {
             "memory": {category: size for category, size in peak.categories.items() if size},
             "traffic": tuple(Traffic(*sent) for sent in traffic(program, self.cluster, groups_of(plan, self.cluster))),
             "place": _place(program, peak),
             "error": accuracy.memory_error(self.cluster.device, self.inductor),
-            "unknown": (*unknown, *_strange(self.cluster), *_behind(self.captured)),
+            "unknown": self.unknown(plan),
             "seconds": _parts(took),
             "seconds_error": accuracy.time_error(self.cluster.device, self.inductor),
             "reserved": None if self.cluster.device.name == "cpu" else allocator.reserved(program),
+            "accumulating": self._accumulating(plan, curve),
         }
+
+    def unknown(self, plan: Plan) -> tuple[str, ...]:
+        """What its prediction leaves out, or had to assume."""
+        *_, unknown = self.simulated(plan)
+        early = ("copies that are gathered before a step begins",) if plan.early else ()
+        return (*unknown, *early, *_strange(self.cluster), *_behind(self.captured))
+
+    def _accumulating(self, plan: Plan, curve: Curve) -> int | None:
+        """The peak where gradients of an earlier backward are there from the start; when the optimizer steps there are no others."""
+        *during, step = (int(total) for total in curve.at().sum(1))
+        earlier = sum(_bytes(_rows(p, plan)) for p in filter(is_trained, self.captured.inventory.parameters))
+        return max(max(during) + earlier, step) if earlier and during else None
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed or guessed."""

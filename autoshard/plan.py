@@ -114,7 +114,7 @@ class Prediction:
     how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
     step, by part: compute, waiting for collectives, the optimizer, and what Python does for each parameter; none where they were not simulated. seconds_error:
     as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
-    known.
+    known. accumulating: bytes at the peak of a step whose gradients are added to those of an earlier one; None where it was not simulated.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -126,6 +126,7 @@ class Prediction:
     seconds_error: tuple[float, float] | None = None
     reserved: int | None = None
     budget: int | None = None
+    accumulating: int | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -193,7 +193,12 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
         return []
     between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
     never = "Never compared with a measurement on this kind of device."
-    return [Text(f"The peak is at {predicted.place}."), _sure("Measured peaks were", between, never)]
+    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), _sure("Measured peaks were", between, never)]
+
+
+def _accumulating(plan: Plan) -> list[RenderableType]:
+    more = (plan.predicted.accumulating or 0) - plan.predicted.peak_bytes
+    return [Text(f"Where gradients are added up over several batches it is {bytes_text(more)} higher.")] if more > 0 else []
 
 
 def _fits(plan: Plan) -> list[RenderableType]:

@@ -38,11 +38,12 @@ MOST = 1 << 16  # the largest batch that is looked for
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: a plan, its memory and its time for all sizes."""
+    """One way to train: a plan, its memory and its time for all sizes. unknown: what these leave out."""
 
     plan: Plan
     curve: Curve
     schedule: Schedule
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def sweep(
 def _ways(forecast: Forecaster, plans: Sequence[Plan]) -> Iterator[Way]:
     for i, plan in enumerate(plans, 1):
         doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")
-        yield Way(plan, *forecast.costs(plan))
+        yield Way(plan, *forecast.costs(plan), forecast.unknown(plan))
 
 
 def _plans(forecast: Forecaster, config: Config, where: Circumstances) -> list[Plan]:

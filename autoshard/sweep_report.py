@@ -34,6 +34,7 @@ def sweep_tables(
         Text(""),
         *_largest(sweep, lengths),
         *_bands(sweep),
+        *_unmodelled(sweep),
         *_reasons(sweep),
     ]
 
@@ -69,6 +70,12 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
             _rate(batch * plan.world / seconds),
             "" if fits else "too large",
         ], bool(fits)
+
+
+def _unmodelled(sweep: Sweep) -> list[RenderableType]:
+    """What one way or another leaves out."""
+    unknown = dict.fromkeys(what for way in sweep.ways for what in way.unknown)
+    return [Text(f"Not modelled: {', '.join(unknown)}.", style="dim")] if unknown else []
 
 
 def _reasons(sweep: Sweep) -> list[RenderableType]:

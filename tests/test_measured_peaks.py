@@ -9,9 +9,10 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.report import plan_tables, rendered
 from tests.cluster import Cluster
-from tests.peaks import above_held, grown_in_a_step
-from tests.small import compiled_pair, config, in_full, residues
+from tests.peaks import above_held, grown, grown_in_a_step
+from tests.small import compiled_pair, config, in_full, residues, step_each
 
 
 class Wide(nn.Module):
@@ -39,3 +40,28 @@ def test_the_peak_is_the_measured_one(two: Cluster, compression: str | None, cod
     plan = autoshard.plan(Wide(), torch.randn(64, 256), settings, Machines(1, 2, DEVICES["cpu"]), torch.optim.SGD)
     for found in two.run(measured, plan, codegen):
         assert above_held(plan.predicted) == pytest.approx(found, rel=0.03), plan.predicted
+
+
+def measured_with_gradients(plan: autoshard.Plan) -> tuple[int, int]:
+    """By how many bytes a step goes above what is there before it, earlier gradients among that; and the bytes of these."""
+    model, _, compiled = compiled_pair(config("auto", plan=plan, replicate_below="auto"), Wide)
+    x, optimizer = torch.randn(64, 256), torch.optim.SGD(model.parameters())
+    grown_in_a_step(lambda: compiled(x), optimizer)
+    compiled(x).backward()
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+    def second() -> None:
+        compiled(x).backward()
+        step_each(optimizer)
+
+    return grown(second), gradients
+
+
+def test_the_peak_with_earlier_gradients_is_the_measured_one(two: Cluster) -> None:
+    plan = autoshard.plan(Wide(), torch.randn(64, 256), config(0, optimizer="sgd"), Machines(1, 2, DEVICES["cpu"]), torch.optim.SGD)
+    predicted = plan.predicted
+    assert predicted.accumulating is not None and predicted.accumulating > predicted.peak_bytes
+    assert "added up over several batches" in rendered(plan_tables(plan))
+    for found, gradients in two.run(measured_with_gradients, plan):
+        assert gradients > 0
+        assert predicted.accumulating - predicted.peak_bytes + above_held(predicted) - gradients == pytest.approx(found, rel=0.03)
