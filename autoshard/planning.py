@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoshard.attention import as_on
 from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_here
@@ -70,6 +71,7 @@ def forecaster(
     if cluster.world > 1:
         refuse_recurrent(model)  # as a job does
     captured = capture(model, example_inputs, config.dtypes_on(cluster.world)[0], open)
+    as_on(cluster.device, captured.graph)
     make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))
 

@@ -14,7 +14,12 @@ from torch import SymInt, Tensor
 
 Size: TypeAlias = "int | sympy.Expr"
 # what torch writes into the expressions of sizes, for sympy.lambdify; holds for numbers, arrays and sizes of a trace
-OF_TORCH = {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
+OF_TORCH = {
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), operator.floordiv),
+    **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), operator.truediv),
+    **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
+    "CeilToInt": lambda x: -(-x // 1),
+}
 Values: TypeAlias = "Mapping[str, NDArray[np.float64] | float]"  # of sizes that are open, by name
 
 

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
+from autoshard import torch_internals
 from autoshard.cost_model.program import Operation, is_collective
 from autoshard.cost_model.sizes import Size, bytes_of, product, size_of
 
@@ -54,9 +55,9 @@ _DRAWN = _names("inductor_random inductor_randint rand rand_like randn randn_lik
 _RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
-    iota scalar_tensor slice_scatter slice_backward select_backward stack
+    zeros_like ones_like iota scalar_tensor slice_scatter slice_backward select_backward stack
 """)
-_IN_ROWS = _names("clone cat copy copy_ _to_copy full zeros ones full_like new_zeros new_ones arange iota")  # as fast as any kernel, where what is next to each other stays so
+_IN_ROWS = _names("clone cat copy copy_ _to_copy full zeros ones full_like zeros_like ones_like new_zeros new_ones arange iota")  # as fast as any kernel, where what is next to each other stays so
 _MASKED = _names("native_dropout_backward")  # whose mask is of booleans, which become numbers first
 _PACKS = _names("pack_shards unpack_full rows_by_rank pack_grads")
 _POINTWISE = _names("sum_direct sum_swapped")  # which add up one part after the other, and have no tag
@@ -134,19 +135,26 @@ def kind_of(node: Node) -> Kind:
 def flops_of(node: Node) -> Size:
     """Floating-point operations of a call, as torch's FlopCounterMode counts them; 0 of what it does not count."""
     name = op_name(node)
-    if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return size_of(flop_counter.sdpa_flop_count(*(t.shape for t in _given(node)[:3])))
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        grad, query, key, value = (t.shape for t in _given(node)[:4])
-        return size_of(flop_counter.sdpa_backward_flop_count(grad, query, key, value))
+    if name.startswith("_scaled_dot_product"):
+        return _attending(node, backward=name.endswith("_backward"))
     if name == "_grouped_mm":
         return _grouped(*(t.shape for t in _given(node)[:2]))
-    count = flop_counter.flop_registry.get(getattr(node.target, "overloadpacket", None))
+    target, args, kwargs = _called(node)
+    count = flop_counter.flop_registry.get(getattr(target, "overloadpacket", None))
     if count is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    out = node.meta["val"]
-    return size_of(count(*args, **kwargs, out_val=out))
+    args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
+    return size_of(count(*args, **kwargs, out_val=_value(node)))
+
+
+def _attending(node: Node, backward: bool) -> Size:
+    """Each head of keys counts as often as there are heads of queries that read it. torch has no count of a CPU's attention, and 2.11
+    none of such heads."""
+    query, key, value = (t.shape for t in _given(node)[backward : backward + 3])
+    key, value = (shape if len(shape) < 4 else torch.Size((shape[0], query[1], *shape[2:])) for shape in (key, value))
+    if backward:
+        return size_of(flop_counter.sdpa_backward_flop_count(_given(node)[0].shape, query, key, value))
+    return size_of(flop_counter.sdpa_flop_count(query, key, value))
 
 
 def _grouped(a: torch.Size, b: torch.Size) -> Size:
@@ -186,17 +194,31 @@ def _elements(node: Node) -> Size:
 
 def _result(node: Node) -> Tensor | None:
     """The first tensor that a call gives."""
-    return next((t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
+    return next((t for t in tree_leaves(_value(node)) if isinstance(t, Tensor)), None)
+
+
+def _value(node: Node) -> Any:
+    """What a call gives, without a random state that it saves."""
+    call, value = torch_internals.random_call(node), node.meta.get("val")
+    return value[1] if call is not None and call.saves and value is not None else value
+
+
+def _called(node: Node) -> tuple[Any, Any, Any]:
+    """What a node calls, and with what; of a call under a random state, what that is of."""
+    call = torch_internals.random_call(node)
+    return (node.target, node.args, node.kwargs) if call is None else (call.operator, call.args, call.kwargs)
 
 
 def op_name(node: Node) -> str:
     """What a node calls, without its overload: "mm"."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else str(getattr(node.target, "__name__", node.target))
+    target, *_ = _called(node)
+    packet = getattr(target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else str(getattr(target, "__name__", target))
 
 
 def _given(node: Node) -> list[Tensor]:
-    values = [a.meta.get("val") for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
+    _, args, kwargs = _called(node)
+    values = [a.meta.get("val") for a in tree_leaves((args, kwargs)) if isinstance(a, Node)]
     return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 

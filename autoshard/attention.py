@@ -1,0 +1,84 @@
+"""Attention as it is on a GPU, in a graph that was traced without one.
+
+[Note: Attention by device] `scaled_dot_product_attention` is a choice of kernels, which torch makes by the device of its inputs when a
+model is traced. A plan for a GPU is traced on the CPU, whose fast kernel drops nothing out: with dropout torch takes the formulas
+there, that keep sequence² numbers of each head for backward. A GPU's kernels keep none. So in a graph that is planned for a GPU the call
+is one of these, by torch's own order: flash attention for half precision without a mask, on all but GPUs older than it; else the
+memory-efficient one. What neither takes stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn.functional import scaled_dot_product_attention
+
+from autoshard.cost_model.hardware import Device
+from autoshard.passes import graphs
+
+_HALF = (torch.float16, torch.bfloat16)
+_WIDEST = 256  # numbers of a head that flash attention takes
+_OLD = "v100"  # for which there is no flash attention
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Arguments as of `scaled_dot_product_attention`."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same."""
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+    return op(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def as_on(device: Device, gm: GraphModule) -> None:
+    """Makes the attention of a graph of Dynamo's what it is on this device, if that is a GPU and the graph's tensors are on none. See
+    [Note: Attention by device]."""
+    if device.name == "cpu":
+        return
+    for graph in (*graphs.nested(gm), gm):
+        for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+            node.target = _kernel(device, node) or node.target
+        graph.recompile()
+
+
+def _kernel(device: Device, node: Node) -> Any:
+    query, key, value, mask = (_example(node, i, name) for i, name in enumerate(("query", "key", "value", "attn_mask")))
+    if query.device.type != "cpu" or query.dim() != 4:
+        return None
+    grouped, heads = query.shape[1] != key.shape[1], {query.shape[-1], key.shape[-1], value.shape[-1]}
+    if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and device.name != _OLD:
+        return flash
+    return None if grouped else efficient
+
+
+def _example(node: Node, position: int, name: str) -> Any:
+    given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return given.meta["example_value"] if isinstance(given, Node) else given
