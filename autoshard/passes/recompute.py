@@ -35,6 +35,7 @@ from autoshard.passes.choose_blocks import blocks_of
 from autoshard.plan import Plan
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
+_KNOWN = (*_REPEATABLE, "_c10d_functional", "autoshard", "")
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -54,6 +55,17 @@ class Recompute:
             if found and not graphs.calls(gm, graphs.BLOCK):
                 _say_what_was_not_found(found, context)
         return gm
+
+
+def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
+    """Of operators that torch does not have: a user would wait for less memory in vain."""
+    called = {n.target for n in nodes if getattr(n.target, "namespace", "") not in _KNOWN}
+    names = sorted(str(target).removesuffix(".default") for target in called)
+    if names:
+        warnings.warn(
+            f"recompute: what {', '.join(names)} gives is saved by every policy: torch does not have it, so it may draw numbers unseen",
+            stacklevel=2,
+        )
 
 
 def _say_what_is_unknown(found: Collection[str | None], plan: Plan) -> None:
@@ -83,7 +95,9 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
-            saved = _with_items(chosen(block, nodes, policy) | set(filterfalse(_repeatable, nodes)) | _leaving(nodes, backward))
+            once = set(filterfalse(_repeatable, nodes))
+            _say_what_is_not_repeated(once)
+            saved = _with_items(chosen(block, nodes, policy) | once | _leaving(nodes, backward))
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
     return blocks.keys()
