@@ -47,8 +47,8 @@ class Config:
 
     zero: ZeRO stage 0 to 3, or "auto": the cheapest that fits into memory_budget. At stage 3 the gathered copy that backward
         needs first is kept, and with a memory_budget as many as fit.
-    mesh: None (all processes shard), {"replicate": 2, "shard": 4} (replicate=2,shard=4 on the command line), or
-        a DeviceMesh with those axis names.
+    mesh: None (all processes shard, or with zero="auto" those of each node where that is faster), {"replicate": 2, "shard": 4}
+        (replicate=2,shard=4 on the command line), or a DeviceMesh with those axis names.
     memory_budget: bytes, "72GiB", "80GB", or a share such as 0.9 of what the device has for the process.
     recompute: what backward computes again and forward need not save: "none" (what costs next to nothing), "selective" (all
         of a block but attention and every second matmul), "full" (all of a block), or "auto": what brings a step into

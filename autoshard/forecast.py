@@ -291,7 +291,7 @@ def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
     groups = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
     travel = (plan.compression, plan.low_rank, plan.sparse, plan.bucket, plan.direct, plan.direct_sums, plan.message, plan.apart, plan.node)
-    return (*groups, plan.stacks, *travel)
+    return (*groups, plan.axes, plan.stacks, *travel)
 
 
 def _regathered(plan: Plan) -> Key:

@@ -290,8 +290,9 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """In a few words: "ZeRO-3, with recomputation"."""
-        return f"ZeRO-{self.stage}{', with recomputation' if self.recompute else ''}"
+        """In a few words: "ZeRO-3 over 8 processes, with recomputation"."""
+        over = f" over {self.shard_size} processes" if 1 < self.shard_size < self.world else ""
+        return f"ZeRO-{self.stage}{over}{', with recomputation' if self.recompute else ''}"
 
     @property
     def leaves_alone(self) -> bool:

@@ -63,13 +63,18 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
         yield [
             str(batch),
             *map(str, length.values()),
-            str(plan.stage),
+            _zero(plan),
             _recomputed(plan),
             bytes_text(int(peak)),
             f"{seconds * 1e3:.2f}",
             _rate(batch * plan.world / seconds),
             "" if fits else "too large",
         ], bool(fits)
+
+
+def _zero(plan: Plan) -> str:
+    """The stage, and over how many processes where these are not all."""
+    return str(plan.stage) if plan.shard_size in (1, plan.world) else f"{plan.stage} over {plan.shard_size}"
 
 
 def _unmodelled(sweep: Sweep) -> list[RenderableType]:

@@ -15,7 +15,7 @@ from torch import Tensor
 import autoshard
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster as Machines
-from autoshard.cost_model.hardware import DEVICES
+from autoshard.cost_model.hardware import DEVICES, Link
 from autoshard.cost_model.step import GroupCost
 from autoshard.errors import ConfigError, PlanError
 from autoshard.first_call import _without_nodes
@@ -143,13 +143,13 @@ def test_with_recomputation(four: Cluster, recompute: str) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-def in_a_job(zero: int, hierarchy: str, processes_of: int) -> tuple[int, float, str]:
-    """A job that plans by itself, as if each node had so many processes: what it planned, how far an accumulated step and an
-    evaluation are from the plain model's, and what was said of it."""
+def in_a_job(settings: autoshard.Config, processes_of: int) -> tuple[Plan, float]:
+    """A job that plans by itself, as if each node had so many processes: what it planned, and how far an accumulated step and an
+    evaluation are from the plain model's."""
     before = os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_WORLD_SIZE"] = str(processes_of)
     try:
-        model, plain, compiled = compiled_pair(config(zero, hierarchy=hierarchy))
+        model, plain, compiled = compiled_pair(settings)
         distance, inputs = Distance(), inputs_of(2)
         with autoshard.no_sync(model):
             backward_beside(compiled, plain, inputs[0])
@@ -159,15 +159,20 @@ def in_a_job(zero: int, hierarchy: str, processes_of: int) -> tuple[int, float, 
             distance.see("loss", compiled(inputs[0, 0]), plain(inputs[0, 0]))
     finally:
         os.environ["LOCAL_WORLD_SIZE"] = before
-    plan = autoshard.plan_of(model)
-    return plan.node, distance.worst, " ".join(plan.why)
+    return autoshard.plan_of(model), distance.worst
 
 
 @pytest.mark.parametrize(("zero", "hierarchy", "node"), [(1, "two_level", 2), (3, "hpz", 2), in_full(3, "flat", 0), in_full(0, "hpz", 0)])
 def test_a_job_plans_it_by_itself(four: Cluster, zero: int, hierarchy: str, node: int) -> None:
-    for found, distance, why in four.run(in_a_job, zero, hierarchy, 2):
-        assert found == node and distance <= TOLERANCE, (found, distance)
-        assert zero or "no rows are shared" in why
+    for plan, distance in four.run(in_a_job, config(zero, hierarchy=hierarchy), 2):
+        assert plan.node == node and distance <= TOLERANCE, (plan.node, distance)
+        assert zero or any("no rows are shared" in why for why in plan.why)
+
+
+def test_a_job_shares_rows_in_each_node_where_that_is_faster(four: Cluster) -> None:
+    slow = replace(DEVICES["cpu"], across=Link(0.1, 1e6, False))
+    for plan, distance in four.run(in_a_job, config("auto", cluster=Machines(2, 2, slow)), 2):
+        assert plan.axes == (("replicate", 2), ("shard", 2)) and plan.stage > 0 and distance <= TOLERANCE, (plan.why, distance)
 
 
 def test_ranks_that_do_not_fill_hosts_go_in_one_step() -> None:

@@ -109,9 +109,9 @@ def test_a_plan_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_is_called_simulated_that_was_not() -> None:
-    """What the command line shows before a model is traced: two stages fit, and no step of them is known."""
+    """What the command line shows before a model is traced: all fit, and no step of them is known."""
     plan = first_look(nn.Linear(4096, 4096), Config(), Cluster(2, 8, DEVICES["h100"]))
-    assert sum("over the budget" not in reason for reason in plan.why) == 4
+    assert sum("over the budget" not in reason for reason in plan.why) == 7
     assert any(reason.endswith("(chosen: the least time on the wire of those that fit)") for reason in plan.why)
 
 
@@ -246,6 +246,19 @@ def test_hsdp_is_a_point_of_the_same_space() -> None:
     plan = make_plan(_blocks(), Config(zero=3, mesh={"replicate": 2, "shard": 4}), _where(8))
     assert str(plan.groups[1].degrees) == "4/4/4" and plan.shard_size == 4
     assert {t.collective for t in plan.predicted.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_on_many_nodes_the_processes_of_each_share_rows_where_that_is_faster() -> None:
+    """A gather over all of them takes as many hops; but what the user said of the mesh holds."""
+    many, few = (Circumstances(Cluster(nodes, 8, DEVICES["h100"]), 6 << 20) for nodes in (125, 2))
+    budget = {"memory_budget": 6 << 20}
+    plan = make_plan(_blocks(), Config(**budget), many)  # type: ignore[arg-type]
+    assert plan.axes == (("replicate", 125), ("shard", 8)) and plan.summary == "ZeRO-3 over 8 processes"
+    assert any(why.startswith("ZeRO-3 in each node: ") and "chosen" in why for why in plan.why)
+    for options in ({"mesh": {"shard": 1000}}, {"hierarchy": "flat"}, {"zero": 3}):
+        assert make_plan(_blocks(), Config(**budget, **options), many).axes == (("shard", 1000),)  # type: ignore[arg-type]
+    said = make_plan(_blocks(), Config(**budget), few).why  # type: ignore[arg-type]
+    assert sum("in each node" in why for why in said) == 3
 
 
 def _simulated(plan: Plan) -> Plan:

@@ -38,6 +38,7 @@ HARDLY = 1.2  # times as long on the wire
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
+Axes = tuple[tuple[str, int], ...]
 Forecast = Callable[[Plan], Plan]
 Fit = Callable[[Plan, int], Plan]
 Look = Callable[[Plan, int | None], Plan]
@@ -92,15 +93,33 @@ def make_plan(
 def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:
     """The plan of each stage that the config admits, with what is known before a forecast. ConfigError if the mesh does not
     fit."""
-    axes = config.mesh_axes() or (("shard", where.cluster.world),)
-    _check_axes(axes, where.cluster.world)
-    every = range(4) if where.cluster.world > 1 and config.compression != POWERSGD else range(1)
-    stages = every if config.zero == "auto" else (config.zero,)
     stacks = choose_stacks(inventory)
-    return [_at_stage(inventory, config, where, axes, stacks, stage) for stage in stages]
+    return [_at_stage(inventory, config, where, axes, stacks, stage) for axes, stage in _points(config, where.cluster)]
 
 
-def _check_axes(axes: tuple[tuple[str, int], ...], world: int) -> None:
+def _points(config: Config, cluster: Cluster) -> list[tuple[Axes, int]]:
+    """Meshes and stages that the config admits. Where it leaves both open, rows are shared by all processes, or by those of each
+    node: then only sums of gradients go between nodes, while each node holds all of the rows."""
+    axes = config.mesh_axes() or (("shard", cluster.world),)
+    _check_axes(axes, cluster.world)
+    if config.zero != "auto":
+        return [(axes, config.zero)]
+    if cluster.world == 1 or config.compression == POWERSGD:
+        return [(axes, 0)]
+    points = [(axes, stage) for stage in range(4)]
+    if cluster.nodes > 1 and cluster.per_node > 1 and config.mesh is None and config.hierarchy == "auto":
+        nodes = ("replicate", cluster.nodes), ("shard", cluster.per_node)
+        points += [(nodes, stage) for stage in range(1, 4)]
+    return points
+
+
+def _names(config: Config, cluster: Cluster) -> list[str]:
+    """Of the plans of `at_stages`."""
+    points = _points(config, cluster)
+    return [f"ZeRO-{stage}" + (" in each node" if axes != points[0][0] else "") for axes, stage in points]
+
+
+def _check_axes(axes: Axes, world: int) -> None:
     size = math.prod(n for _, n in axes)
     if size != world:
         raise ConfigError(f"mesh: {dict(axes)} makes {size} processes; the job has {world}")
@@ -111,36 +130,38 @@ def _choose(
 ) -> Plan:
     """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire. What
     cannot fit is not asked about further; but for the leanest stage, of which it is said by how much."""
-    looked, fitting, whole = list[int](), list[int](), list[int]()  # at these; all that fit; those of them that do as they are
+    looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
-    def fits(stage: int) -> bool:
-        return where.budget is None or plans[stage].predicted.footprint <= where.budget
+    def fits(which: int) -> bool:
+        return where.budget is None or plans[which].predicted.footprint <= where.budget
 
     order = sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint))
     leanest = min(reversed(order), key=lambda s: plans[s].predicted.footprint)
 
-    def may_fit(stage: int) -> bool:
-        return stage == leanest or where.budget is None or _for_certain(plans[stage]) <= where.budget
+    def may_fit(which: int) -> bool:
+        return which == leanest or where.budget is None or _for_certain(plans[which]) <= where.budget
 
-    for stage in order:
-        if whole[1:] or (whole and wire[stage] > HARDLY * wire[whole[0]]):
+    for which in order:
+        if whole[1:] or (whole and wire[which] > HARDLY * wire[whole[0]]):
             break
-        if may_fit(stage):
-            looked.append(stage)
-            plans[stage] = look(plans[stage], where.budget)
-        if fits(stage):
-            whole.append(stage)
-        if where.budget is not None and may_fit(stage):
-            plans[stage] = _fitted(plans[stage], where.budget, fit, look)
-        if fits(stage):
-            fitting.append(stage)
+        if may_fit(which):
+            looked.append(which)
+            plans[which] = look(plans[which], where.budget)
+        if fits(which):
+            whole.append(which)
+        if where.budget is not None and may_fit(which):
+            plans[which] = _fitted(plans[which], where.budget, fit, look)
+        if fits(which):
+            fitting.append(which)
     if not fitting:  # of what was not looked at it is not known what it takes
-        _check_budget([plans[stage] for stage in looked], inventory, config, where)
+        _check_budget([plans[which] for which in looked], inventory, config, where)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     simulated = len(fitting) > 1 and plans[chosen].predicted.step_seconds is not None
     least = "the least time of those that were simulated and fit" if simulated else "the least time on the wire of those that fit"
-    return plans[chosen].because(*(_reason(s, p, least if s == chosen else "", where.budget) for s, p in enumerate(plans)))
+    names = _names(config, where.cluster)
+    said = (_reason(name, p, least if i == chosen else "", where.budget) for i, (name, p) in enumerate(zip(names, plans)))
+    return plans[chosen].because(*said)
 
 
 def _for_certain(plan: Plan) -> int:
@@ -172,12 +193,12 @@ def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterato
         yield f"{counted(kept, 'more gathered copy', 'more gathered copies')} kept for backward"
 
 
-def _reason(stage: int, plan: Plan, chosen: str, budget: int | None) -> str:
-    """What there is to say of a stage. chosen: why it was; "": it was not."""
+def _reason(name: str, plan: Plan, chosen: str, budget: int | None) -> str:
+    """What there is to say of a plan. chosen: why it was; "": it was not."""
     predicted = plan.predicted
     memory = bytes_text(predicted.footprint) + (" at most" if predicted.place else " and activations")
     memory += " with recomputation" if plan.recompute else ""
-    text = f"ZeRO-{stage}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
+    text = f"{name}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""
     if chosen:
         return f"{text} (chosen: {chosen})"
@@ -228,7 +249,7 @@ def _at_stage(
     inventory: Inventory,
     config: Config,
     where: Circumstances,
-    axes: tuple[tuple[str, int], ...],
+    axes: Axes,
     stacks: tuple[str, ...],
     stage: int,
 ) -> Plan:
