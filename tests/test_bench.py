@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,13 @@ def test_a_timeline_says_what_was_seen_of_sends_and_whether_the_claim_holds(expo
     assert "| sends: issued to waited for |" in text
     assert "| 1 | gather_direct | 0 to 100 |  | 0 to 300 |" in text
     assert "| 2 | all_reduce | 200 to 500 | 200 to 500 |  |" in text
+
+
+def test_the_published_text_is_that_of_the_published_figures() -> None:
+    """And says what the bound is of, which does not know of gradients that travel as rows."""
+    report = importlib.import_module("report")
+    files = sorted(report.RESULTS.glob("step_time*.json"), key=lambda file: (len(file.stem), file.stem))
+    found = {f"../bench/results/{file.stem}": report.Results.from_json(json.loads(file.read_text())) for file in files}
+    text = report.markdown(found)
+    assert report.TEXT.read_text() == text
+    assert "x the bound of dense gradients" in text and "x its bound" not in text
