@@ -75,7 +75,7 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     if device.type == "cpu":
         keep_freed_memory()  # as in a job
     world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
-    group = processes.build_mesh(device.type, (("shard", world.size),)).get_group().group_name if world.size > 1 else ""
+    group = processes.build_mesh(device.type, (("shard", world.size),), timeout).get_group().group_name if world.size > 1 else ""
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
     where = Group(world.size, -(-world.size // int(_together(min(processes.on_this_node(), world.size)))))
     together = [*_packs(device), *_collectives(device, where, group)] if group else []

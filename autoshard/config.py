@@ -82,7 +82,9 @@ class Config:
     plan: a Plan, or a file of one: use this and decide nothing.
     passes: a text spec of the rewrite pipeline, such as "name_parameters,merge_unshards,bucket{mb=25},lower".
     disable_passes: names of passes to leave out (early_matmuls,plain_repeats on the command line).
-    timeout: seconds in which every process must arrive at the first call, and a collective must end.
+    timeout: seconds in which every process must arrive at the first call, and a collective must end. On CPUs that holds whatever a
+        process group says that was there before; models share process groups, which have the timeout of the first. On GPUs it holds
+        where autoshard starts the process group and there is one axis, else torch's own timeout does.
     arrival: seconds after which a process that gives no sign of life is not waited for at the first call; "auto": 8 where
         all are on one machine, else 60.
     dump_dir: where to write the graph before and after each pass (as AUTOSHARD_DUMP).

@@ -58,7 +58,7 @@ class ShardingError(AutoshardError):
 
 
 class PeerLostError(AutoshardError):
-    """A collective failed because another process of the job died or hung."""
+    """A collective failed because another process of the job died, or did not come within `Config.timeout`. Says which of both."""
 
 
 class StaleParameterError(AutoshardError):

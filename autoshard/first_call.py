@@ -285,7 +285,7 @@ class FirstCall:
         repoint = optimizers.Repointer(self.optimizers)
         try:
             with self.phases.phase("shard", f"{bytes_text(total)} of parameters"):
-                state.mesh = processes.build_mesh(self.world.device_type, state.plan.axes)
+                state.mesh = processes.build_mesh(self.world.device_type, state.plan.axes, self.config.timeout)
                 sharder = Sharder(self.model, state.plan, state.mesh)
                 state.accumulation = sharder.accumulation
                 meetings = Meetings(self.world, self.topic, Patience(self.config.timeout, None, self.phases.warn))

@@ -799,13 +799,12 @@ def gloo_in_turn() -> str:
 
 
 def _gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Collectives time out as those of torch's own group do, since a mesh takes no timeout."""
+    """What `Backend.register_backend` takes. timeout: of the group that is made."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch reads it
     options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-    everyone: Any = dist.group.WORLD
-    options._threads, options._timeout = 1, everyone._get_backend(torch.device("cpu")).options._timeout
+    options._threads, options._timeout = 1, timeout
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group
 

@@ -116,13 +116,13 @@ class Results:
 
 
 def travels(name: str, inside: float) -> float:
-    """How often all parameters go over a link each way in a step, as (n-1)/n of their bytes, at least: gradients twice in an
-    all-reduce, or once and parameters once; at stage 3 those of the blocks once more for backward."""
+    """How often all parameters go over a link each way in a step, as (n-1)/n of their bytes, at least, where gradients are dense: these
+    twice in an all-reduce, or once and parameters once; at stage 3 those of the blocks once more for backward."""
     return 0 if name == "compute" else 2 + inside if "fsdp2" in name or name.endswith("3") else 2
 
 
 def bound(job: Steps, name: str) -> float | None:
-    """Seconds that no step can go below: the compute alone, or its bytes at the line's rate."""
+    """Seconds that no step with dense gradients can go below: the compute alone, or its bytes at the line's rate."""
     if not job.has("compute"):
         return None
     model = job.reference
@@ -155,7 +155,7 @@ def draw(results: Results, path: Path) -> None:
             if (least := bound(job, name)) is not None:
                 axes.plot([least, least], [i - 0.4, i + 0.4], color="C3")
         axes.set_title(rate_text(job.mbit))
-        axes.set_xlabel("seconds a step; red: the bound")
+        axes.set_xlabel("seconds a step; red: the bound of dense gradients")
         axes.invert_yaxis()
     figure.savefig(path, dpi=120)
 
@@ -201,9 +201,10 @@ def _preamble() -> str:
         "compiled model without any communication. torch's ways, DeepSpeed and autoshard have processes of their own, so none has "
         "what another one sets for its process (figures from before 2026-11-25 have all in one). Peak MB (10^6 bytes, the larger rank) is what is held between steps, "
         "DDP's flat buckets included, plus the most that a step's allocations add. The first step counts "
-        "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step can go "
-        "below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of its blocks "
-        "once more at stage 3)."
+        "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step with dense "
+        "gradients can go below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of "
+        "its blocks once more at stage 3). autoshard0 and autoshard_auto send less where a plan has an embedding's gradient as rows, so "
+        "theirs is lower."
     )
 
 
@@ -243,8 +244,8 @@ def _bound_target(job: Steps, ours: str) -> str:
     assert least is not None
     ratio = statistics.median(job.of(ours).seconds) / least
     if limit is None:
-        return f"{ours} takes {ratio:.2f} x its bound."
-    return f"{ours} takes at most {limit:g} x its bound: {'holds' if ratio <= limit else 'does not hold'} ({ratio:.2f})."
+        return f"{ours} takes {ratio:.2f} x the bound of dense gradients."
+    return f"{ours} takes at most {limit:g} x the bound of dense gradients: {'holds' if ratio <= limit else 'does not hold'} ({ratio:.2f})."
 
 
 def _fastest(job: Steps) -> str:

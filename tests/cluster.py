@@ -41,8 +41,11 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from autoshard.runtime.processes import build_mesh
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    build_mesh("cpu", (("shard", world),), 60.0)  # or a short timeout of one test would be that of all that follow
     for number in itertools.count(1):
         if (task := pipe.recv()) is None:
             return

@@ -159,6 +159,33 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
     assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
 
 
+@pytest.mark.parametrize("moment", ["forward", pytest.param("backward", marks=pytest.mark.full)])
+def test_a_process_that_stands_still_in_mid_step_ends_the_others(tmp_path: Path, moment: str) -> None:
+    """By the config's timeout, where the script's own process group would wait for half an hour. It lives until they are through."""
+    body = f"""
+    from pathlib import Path
+    over = Path({str(tmp_path / "over")!r})
+    def stand_still():
+        for _ in range(400):
+            if over.exists(): os._exit(7)
+            time.sleep(0.1)
+        os._exit(9)
+    step = compiled(timeout=5)
+    try:
+        for i in range(20):
+            if i == 14 and rank == 1 and {moment!r} == "forward": stand_still()
+            loss = step(torch.randn(4, 8)).sum()
+            if i == 14 and rank == 1: stand_still()
+            loss.backward()
+    finally:
+        if rank == 0: over.touch()
+    """
+    survivor, still = launch(2, BEFORE["group"] + textwrap.dedent(body))
+    assert still.code == 7, survivor.output
+    assert survivor.code not in (0, -6), survivor.output
+    assert "PeerLostError: rank 0 lost another process of the job in a collective (it may live, but did not come" in survivor.output
+
+
 @pytest.mark.full
 def test_a_process_that_dies_in_its_first_steps_is_named() -> None:
     body = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import PassError, PlanError
+from autoshard.inventory import take_inventory
 from autoshard.passes.choose_prefetch import choose_prefetch
+from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.overlap import Overlap
 from autoshard.plan import Plan, Prediction
 from autoshard.planning import first_look
@@ -23,15 +27,17 @@ from tests.small import TOLERANCE, Net, config
 TWO = Machines(2, 1, DEVICES["cpu"])
 
 
+def _simulated(asked: list[int], waiting: Sequence[float], memory: int, plan: Plan) -> Plan:
+    """A plan that waits so long by how far ahead gathers start, and takes so many bytes for each."""
+    asked.append(plan.ahead)
+    seconds = {"compute": 8.0, "waiting": waiting[plan.ahead - 1], "optimizer": 1.0}
+    return replace(plan, predicted=Prediction({"gathered": memory * plan.ahead}, seconds=seconds))
+
+
 def _forecast(*waiting: float, memory: int = 10) -> tuple[Plan, list[int]]:
-    """A plan that waits so long by how far ahead gathers start, and what was then simulated."""
+    """What was chosen of such plans, and what was simulated for it."""
     asked: list[int] = []
-
-    def forecast(plan: Plan) -> Plan:
-        asked.append(plan.ahead)
-        seconds = {"compute": 8.0, "waiting": waiting[plan.ahead - 1], "optimizer": 1.0}
-        return replace(plan, predicted=Prediction({"gathered": memory * plan.ahead}, seconds=seconds))
-
+    forecast = partial(_simulated, asked, waiting, memory)
     plan = forecast(first_look(Net(), config(3), TWO))
     asked.clear()
     return choose_prefetch(plan, 25 if memory > 10 else None, forecast), asked
@@ -44,6 +50,13 @@ def test_as_far_ahead_as_it_pays() -> None:
     assert (_forecast(0.01)[0].ahead, _forecast(0.01)[1]) == (1, [])
     assert _forecast(2, 1, 0.5, memory=12)[0].ahead == 2
     assert any("gathers start 2 groups before" in why for why in _forecast(2, 1, 1)[0].why)
+
+
+@pytest.mark.parametrize(("budget", "ahead"), [(None, 4), (25, 2), (11, 1)])
+def test_a_stage_that_was_asked_for_is_held_to_what_the_device_has(budget: int | None, ahead: int) -> None:
+    """Where no budget was said; a step that takes more than that as it is may be tried all the same."""
+    where = Circumstances(TWO, budget)
+    assert make_plan(take_inventory(Net(), ()), config(3), where, partial(_simulated, [], (8, 4, 2, 1), 12)).ahead == ahead
 
 
 def test_not_where_nothing_was_simulated_or_nothing_is_gathered() -> None:

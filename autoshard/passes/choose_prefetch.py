@@ -15,7 +15,8 @@ IDLE = 0.02  # of a step; who waits less for collectives has nothing to gain
 
 
 def choose_prefetch(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
-    """With the prefetch that a forecast says is worth it. budget: bytes a process; None: no limit was said."""
+    """With the prefetch that a forecast says is worth it. budget: bytes a process, those of its device where none were
+    said; None: no limit is known."""
     found = plan
     while found.ahead < MOST and waits(found):
         further = forecast(replace(found, ahead=found.ahead + 1))

@@ -87,7 +87,7 @@ def make_plan(
     if budget is not None:
         plan = _fitted(plan, budget, fit, look)
     _check_budget([plan], inventory, config, where)
-    return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), budget, whole)
+    return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), where.budget, whole)
 
 
 def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> list[Plan]:

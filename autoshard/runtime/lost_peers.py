@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autoshard.errors import AutoshardError, PeerLostError
 
 _SIGNS_OF_LOSS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting")
+_SIGNS_OF_DELAY = ("timed out", "timeout")
 
 
 def naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,8 +27,15 @@ def naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
             if any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
                 raise PeerLostError(
                     f"rank {dist.get_rank()} lost another process of the job in a collective "
-                    f"(it died, or did not come within the timeout); look at its own log. ({error})"
+                    f"({_what_happened(str(error))}); look at its own log. ({error})"
                 ) from error
             raise
 
     return guarded
+
+
+def _what_happened(said: str) -> str:
+    """To that other process, by what a transport says."""
+    if any(sign in said.lower() for sign in _SIGNS_OF_DELAY):
+        return "it may live, but did not come within the timeout, which Config(timeout=...) says"
+    return "it died, or ended"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
@@ -123,39 +124,47 @@ def _meet(patience: Patience) -> Any:
 _count_groups = itertools.count()
 
 
-def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    """The mesh of all processes with the plan's axes, outermost first. See [Note: gloo in turn].
+def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...], timeout: float | None = None) -> DeviceMesh:
+    """The mesh of all processes with the plan's axes, outermost first. timeout: seconds in which its collectives over gloo must end, if
+    none was said before. See [Note: gloo in turn].
 
     [Note: Shared groups] The first mesh with these axes makes process groups, which stay as long as torch's own; a later model's is of
     the same ones. Several models' collectives on one group pair by their order alone, as one model's do; they are begun in the order of
-    the program. Processes that call models in different orders would, with a group for each model, wait for each other for ever.
+    the program. Processes that call models in different orders would, with a group for each model, wait for each other for ever. What is
+    sent from each to each has the timeout that its group was made with, which nothing changes later; so the first that was said is that
+    of all groups.
     """
     sizes, names = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert dist.get_world_size() == math.prod(sizes), "check_plan_fits comes first"
-    made = _made.setdefault(dist.group.WORLD, {})
-    if (device_type, axes) not in made:
-        mesh = _new_mesh(device_type, sizes, names)
-        made[device_type, axes] = tuple(group.group_name for group in mesh.get_all_groups())
-        return mesh
-    groups = [torch_internals.group_named(name) for name in made[device_type, axes]]
-    ranks = torch.arange(math.prod(sizes), device="cpu").view(sizes)
+    if timeout is not None:
+        _timeouts.setdefault(dist.group.WORLD, timedelta(seconds=timeout))
+    made, ranks = _made.setdefault(dist.group.WORLD, {}), torch.arange(math.prod(sizes), device="cpu").view(sizes)
+    if (device_type, axes) in made:
+        groups = [torch_internals.group_named(name) for name in made[device_type, axes]]
+    elif device_type == "cpu" and torch_internals.transport_of("cpu") == "gloo":
+        groups = _groups_in_turn(ranks)
+    else:
+        groups = init_device_mesh(device_type, sizes, mesh_dim_names=names).get_all_groups()
+    made[device_type, axes] = tuple(group.group_name for group in groups)
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
-def _new_mesh(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    over_gloo = device_type == "cpu" and torch_internals.transport_of("cpu") == "gloo"
-    override = {name: torch_internals.gloo_in_turn() for name in names} if over_gloo else None
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)  # type: ignore[arg-type]
-    if over_gloo and dist.group.WORLD not in _in_turn:
-        ours = mesh.get_group() if len(names) == 1 else dist.new_group(backend=torch_internals.gloo_in_turn())
+def _groups_in_turn(ranks: Tensor) -> list[dist.ProcessGroup]:
+    """Those of this process along each axis, and one of everyone, if there was none."""
+    timeout, backend = _timeouts.get(dist.group.WORLD), torch_internals.gloo_in_turn()
+    along = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
+    groups = [dist.new_subgroups_by_enumeration(lines, timeout, backend)[0] for lines in along]
+    if dist.group.WORLD not in _in_turn:
+        ours = groups[0] if len(groups) == 1 else dist.new_group(timeout=timeout, backend=backend)
         _in_turn[dist.group.WORLD] = ours.group_name
-    return mesh
+    return groups
 
 
-# By torch's group of all processes: the name of our own one, and those of the groups of meshes. Nothing here keeps a group: see
-# [Note: Ending well].
+# By torch's group of all processes: the name of our own one, those of the groups of meshes, and the timeout that was said first. Nothing
+# here keeps a group: see [Note: Ending well].
 _in_turn: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[tuple[str, int], ...]], tuple[str, ...]]] = weakref.WeakKeyDictionary()
+_timeouts: weakref.WeakKeyDictionary[Any, timedelta] = weakref.WeakKeyDictionary()
 
 
 def name_of_everyone() -> str:

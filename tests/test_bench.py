@@ -1,0 +1,51 @@
+"""What the benchmarks' reports say of figures that were measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs are found by name, as they find each other."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
+def _step(*flights: tuple[str, float, float]) -> dict[str, Any]:
+    return {"seconds": 1.0, "flights": flights, "waits": [(0, 0.0, 0.2)]}
+
+
+def test_sends_are_seen_from_issue_to_wait_and_take_no_link_from_each_other() -> None:
+    timeline = importlib.import_module("timeline")
+    step = _step(("recv", 0.1, 0.9), ("recv", 0.2, 0.4), ("all_reduce", 0.3, 0.5), ("recv", 0.3, 0.8), ("all_reduce", 0.4, 0.7))
+    assert timeline._line(step).flights == ((0.1, 0.9), (0.2, 0.4), (0.3, 0.5), (0.3, 0.8), (0.5, 0.7))
+
+
+@pytest.mark.parametrize(("exposed", "said"), [(0.23, "+15.0% | holds"), (0.24, "+20.0% | does not hold"), (0.16, "-20.0% | does not hold")])
+def test_a_timeline_says_what_was_seen_of_sends_and_whether_the_claim_holds(exposed: float, said: str) -> None:
+    timeline = importlib.import_module("timeline")
+    predicted = timeline.Line(1.0, ("gather_direct", "all_reduce"), ((0.0, 0.1), (0.2, 0.5)), ((0.0, 0.2),))
+    executed = timeline._line(_step(("recv", 0.0, 0.3), ("all_reduce", 0.2, 0.5)))
+    case = importlib.import_module("accuracy").Case("llama", 4, 2, 3, "eager")
+    text = timeline.markdown([timeline.Compared(case, predicted, executed, exposed, 1.0)], "a machine")
+    assert said in text
+    assert "| sends: issued to waited for |" in text
+    assert "| 1 | gather_direct | 0 to 100 |  | 0 to 300 |" in text
+    assert "| 2 | all_reduce | 200 to 500 | 200 to 500 |  |" in text
+
+
+def test_the_published_text_is_that_of_the_published_figures() -> None:
+    """And says what the bound is of, which does not know of gradients that travel as rows."""
+    report = importlib.import_module("report")
+    files = sorted(report.RESULTS.glob("step_time*.json"), key=lambda file: (len(file.stem), file.stem))
+    found = {f"../bench/results/{file.stem}": report.Results.from_json(json.loads(file.read_text())) for file in files}
+    text = report.markdown(found)
+    assert report.TEXT.read_text() == text
+    assert "x the bound of dense gradients" in text and "x its bound" not in text
