@@ -87,6 +87,15 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "silu_backward": (lambda x, y: aten.silu_backward(y, x) * y, ((33, 7), (33, 7))),
     "relu": (lambda x, y: F.relu(x).pow(3) + F.leaky_relu(y).clamp(-0.1, 0.5), ((9,), (9,))),
     "tanh": (lambda x, y: torch.tanh(x * 0.1) - torch.sigmoid(y) * torch.rsqrt(x.abs() + 1), ((70,), (70,))),
+    "softplus": (lambda x, y: F.softplus(x * 9) - F.softplus(y, beta=2.0, threshold=1.0), ((9, 7), (9, 7))),
+    "softplus_backward": (lambda x, y: aten.softplus_backward(y, x, 2.0, 1.0) * x, ((9, 7), (9, 7))),
+    "elu_backward": (
+        lambda x, y: aten.elu_backward(y, 1.3, 1.1, 0.9, False, x) + aten.elu_backward(y, 0.1, 1.0, 1.0, True, x), ((9, 7), (9, 7)),
+    ),
+    "hardswish": (lambda x, y: F.hardswish(x * 3) + aten.hardswish_backward(y, x * 3), ((33, 7), (33, 7))),
+    "glu": (lambda x, y: F.glu(x * 2, -1) * y, ((6, 8), (6, 4))),
+    "glu_backward": (lambda x, y: aten.glu_backward(y * 2, x, 0) + 1, ((6, 8), (3, 8))),
+    "exp2": (lambda x, y: torch.exp2(x) * torch.sign(y) + torch.log1p(y.abs() * 1e-3), ((9, 7), (9, 7))),
     "rotary": (rotary, ((2, 3, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8))),
     "rms_norm": (rms_norm, ((2, 3, 48), (2, 3, 48), (48,))),
     "layer_norm": (layer_norm, ((5, 33), (5, 33), (33,))),
@@ -167,6 +176,15 @@ def test_values_that_are_no_numbers_stay_so() -> None:
     check(function, [x])
 
 
+def test_logarithms_near_one_and_signs() -> None:
+    x = torch.tensor([0.0, 1e-30, -1e-12, 1e-7, -6e-8, 3e-4, -1.0, -2.0, 1e30, torch.inf, -torch.inf, torch.nan])
+    gm = traced(lambda x: [torch.log1p(x * 1), torch.sign(x * 1)], [x])
+    (region,) = fused(gm)
+    logarithms, signs = run(gm, [x])
+    torch.testing.assert_close(logarithms, x.double().log1p().float(), rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(signs, x.sign())
+
+
 def test_numbers_that_are_whole_or_true() -> None:
     x, n = random((4, 6), torch.float32, 0), torch.arange(24).view(4, 6)
 
@@ -201,7 +219,10 @@ def test_inputs_that_lie_otherwise_than_in_the_trace() -> None:
 # --- any graph
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 8]), min_size=0, max_size=3)
-UNARY = {"neg": torch.neg, "abs": torch.abs, "exp": lambda x: (-x.abs()).exp(), "tanh": torch.tanh, "silu": F.silu}
+UNARY = {
+    "neg": torch.neg, "abs": torch.abs, "exp": lambda x: (-x.abs()).exp(), "tanh": torch.tanh, "silu": F.silu,
+    "exp2": lambda x: (-x.abs()).exp2(), "log1p": lambda x: x.abs().log1p(), "softplus": F.softplus, "hardswish": F.hardswish,
+}  # fmt: skip
 BINARY = {"add": torch.add, "mul": torch.mul, "max": torch.maximum, "where": lambda x, y: torch.where(x > y, x, y * 0.5)}
 ROWS = {"softmax": lambda x: F.softmax(x, -1), "less_mean": lambda x: x - x.mean(-1, keepdim=True), "sum": lambda x: x / (1 + x.abs().sum(-1, keepdim=True))}  # fmt: skip
 VIEWS = {
@@ -209,6 +230,7 @@ VIEWS = {
     "turned": lambda x: x.movedim(0, -1),
     "cut": lambda x: x[..., 1:],
     "longer": lambda x: torch.cat((x, -x), -1),
+    "gated": lambda x: F.glu(torch.cat((x, -x), -1), -1),
     "wider": lambda x: x.unsqueeze(0).expand(2, *x.shape),
 }
 
