@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_block, compile_blocks
@@ -287,13 +287,18 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         return self._identity
 
 
-def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
-    """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
+def call_directly(graph: Graph) -> None:
+    """Has a graph that runs op by op call what our operators do without torch's dispatcher: that takes longer than most of them, and
+    of a region takes the kernel as one to trace, whose tile is not measured."""
     called: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **direct.DIRECT, **graphs.DIRECT}
     called |= {op: region.run for op, region in OPERATORS.items()}
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         node.target = called.get(node.target, node.target)
 
+
+def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
+    call_directly(gm.graph)
     guarded = naming_lost_peers(torch_internals.boxed(gm))
     guarded._boxed_call = True  # type: ignore[attr-defined]
     return guarded

@@ -39,6 +39,7 @@ from autoshard.first_call import (
 )
 from autoshard.heap import one_look
 from autoshard.inventory import device_of
+from autoshard.kernels import launcher
 from autoshard.ops.collectives import Collectives
 from autoshard.owner import find_owner, with_family
 from autoshard.passes import registry
@@ -267,8 +268,8 @@ class Backend:
             return None
         devices = [x.device for x in inputs if isinstance(x, Tensor)]
         found = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-        if found.type != "cuda":
-            self._phases.warn(f"codegen 'triton' is for GPUs: on {found.type} it is 'eager' instead")
+        if where := _without_kernels(found):
+            self._phases.warn(f"codegen 'triton' is for GPUs: {where} it is 'eager' instead")
             self.config = replace(self.config, codegen="eager")
             return None
         return fuses(self.config.codegen, kind_of(found))
@@ -278,6 +279,13 @@ class Backend:
             self._phases.warn("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
             self.config = replace(self.config, codegen="eager")
         return self.config.codegen == "inductor"
+
+
+def _without_kernels(device: torch.device) -> str:
+    """Where Triton can launch none, in words; "" of a device where it can."""
+    if device.type != "cuda":
+        return f"on {device.type}"
+    return f"without {launcher.lacking()}" if launcher.lacking() else ""
 
 
 def registered(

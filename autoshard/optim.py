@@ -6,7 +6,8 @@ torch.optim has take the same options, keep the same state, and load each other'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -62,18 +63,8 @@ class _Fused(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of this class, or of torch.optim's of the same name."""
-        given = state_dict
-
-        def last(_: Optimizer, of_hooks: dict[str, Any]) -> None:
-            nonlocal given
-            given = of_hooks
-            _refuse_others(self, given)
-
-        handle = self.register_load_state_dict_pre_hook(last)  # behind the user's own, which may give another one
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
+        keys = (*self.family.keys, fused_step.MASTER)
+        given = _loaded(self, super().load_state_dict, state_dict, self.family.settings, keys)
         _widen(self, given)
         fused_step.forget(self)
 
@@ -111,14 +102,36 @@ def _widen(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
                 state[key] = given[key].to(parameter.device, torch.float32, copy=True)
 
 
-def _refuse_others(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
-    kind = f"this state dict is not {type(optimizer).__name__}'s"
+def _loaded(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    settings: Callable[[Any], Any],
+    keys: Sequence[str],
+) -> dict[str, Any]:
+    """Loads a state dict that has the settings and no other keys; what the user's own hooks gave in its place."""
+    given = state_dict
+
+    def last(_: Optimizer, of_hooks: dict[str, Any]) -> None:
+        nonlocal given
+        given = of_hooks
+        _refuse_others(f"this state dict is not {type(optimizer).__name__}'s", given, settings, keys)
+
+    handle = optimizer.register_load_state_dict_pre_hook(last)  # behind the user's own
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    return given
+
+
+def _refuse_others(kind: str, state_dict: dict[str, Any], settings: Callable[[Any], Any], keys: Sequence[str]) -> None:
+    """settings: reads those of a group, or raises KeyError."""
     for group in state_dict["param_groups"]:
         try:
-            optimizer.family.settings(group)
+            settings(group)
         except KeyError as error:
             raise ConfigError(f"{kind}: a parameter group in it has no {error}") from error
-        keys = (*optimizer.family.keys, fused_step.MASTER)
         for index in group["params"]:
             if strange := set(state_dict["state"].get(index, {})) - set(keys):
                 raise ConfigError(f"{kind}: it has {min(strange)!r}, legal: {', '.join(keys)}")
@@ -250,11 +263,16 @@ class Adafactor(optim.Adafactor):
         """Of a copy, which torch gives nothing else."""
         return {**super().__getstate__(), "max_norm": self.max_norm, "norm": None}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of this class, or of torch.optim.Adafactor."""
+        settings = itemgetter("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")
+        _loaded(self, super().load_state_dict, state_dict, settings, ("step", "row_var", "col_var", "variance"))
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
         loss = _loss_of(closure)
         stepped = fused_step.stepped_by(self)
-        if reason := next((r for p in stepped if (r := factored.unfit(p))), ""):
+        if reason := fused_step.while_captured() or next(filter(None, map(factored.unfit, stepped)), ""):
             raise UnsupportedError(f"autoshard.optim.Adafactor cannot step {reason}")
         scale = None
         if self.max_norm is not None:

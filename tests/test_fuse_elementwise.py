@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import autoshard
-from autoshard.codegen import Compilation
+from autoshard.codegen import Compilation, call_directly
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -81,6 +81,15 @@ def test_a_region_is_an_operator_of_torch() -> None:
     x = random((4, 6), torch.float32, 0)
     (region,) = fused(traced(lambda x: [F.gelu(x) + 1, x.softmax(-1)], [x]))
     torch.library.opcheck(operator_of(region), ([x],), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_job_calls_regions_without_torch_s_dispatcher() -> None:
+    x = random((4, 6), torch.float32, 0)
+    gm = traced(lambda x: F.gelu(x) + 1, [x])
+    (region,) = fused(gm)
+    call_directly(gm.graph)
+    gm.recompile()
+    assert any(node.target == region.run for node in gm.graph.nodes) and same(gm(x), [F.gelu(x) + 1])
 
 
 def test_the_source_is_in_the_dump(tmp_path: Path) -> None:

@@ -175,10 +175,10 @@ RULES: dict[str, Rule] = {
 }
 
 
-def compiled(kernel: Kernel, capability: int, tile: Tile) -> Any:
+def compiled(kernel: Kernel, capability: int, tile: Tile, aligned: bool = True) -> Any:
     function = load(kernel.rule.name, kernel.source())
     signature = {"settings": "*fp64", "steps": "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
-    constants = {"CHUNK": tile["CHUNK"], "BLOCK": tile["BLOCK"], "ALIGNED": True}
+    constants = {"CHUNK": tile["CHUNK"], "BLOCK": tile["BLOCK"], "ALIGNED": aligned}
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)}
     return compiled_as(function, signature, constants, capability, divisible, num_warps=tile["num_warps"])
 
@@ -198,6 +198,21 @@ def test_kernels_compile_for_gpus_and_stay_in_registers(
     assert "cubin" in made.asm
     assert spilled(made, tmp_path) == 0
     assert re.search(r"ld\.global\.v[24]", made.asm["ptx"])  # 16 bytes at once
+
+
+@pytest.mark.parametrize("name", [name if name == "adamw" else in_full(name) for name in RULES])
+@pytest.mark.parametrize("capability", [80, in_full(90)])
+@pytest.mark.parametrize("dtype", [torch.float32, in_full(torch.bfloat16), in_full(torch.float16), in_full(torch.float64)])
+@pytest.mark.parametrize("plain", [False, True])
+def test_kernels_compile_for_tensors_of_no_alignment(
+    name: str, capability: int, dtype: torch.dtype, plain: bool, tmp_path: Path
+) -> None:
+    """plain: gradients are neither scaled nor checked, and there are no masters."""
+    dtypes = (dtype,) * (2 + len(RULES[name].states))
+    more: dict[str, Any] = {} if plain else {"scaled": True, "checked": True, "copied": torch.float16}
+    kernel = Kernel(RULES[name], dtypes, **more)
+    for aligned in (False, True) if plain else (False,):
+        assert spilled(compiled(kernel, capability, TILES[0], aligned), tmp_path) == 0
 
 
 @pytest.mark.parametrize("name", ["look", "total", "squares", "advance", "update"])

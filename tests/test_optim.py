@@ -313,6 +313,36 @@ def test_a_state_dict_of_another_optimizer_is_refused() -> None:
         autoshard.optim.AdamW(net.parameters()).load_state_dict(mixed)
 
 
+def test_adafactor_refuses_them_too_and_loads_torch_s() -> None:
+    nets = [Net(), Net()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    adam, theirs = optim.AdamW(nets[0].parameters()), TORCHS["Adafactor"](nets[0].parameters())
+    ours = OURS["Adafactor"](nets[1].parameters())
+    nets[0](ALONE[0]).backward()
+    nets[1](ALONE[0]).backward()
+    for optimizer in (theirs, ours):
+        optimizer.step()
+    adam.step()
+    with pytest.raises(ConfigError, match="not Adafactor's: a parameter group in it has no 'beta2_decay'"):
+        ours.load_state_dict(adam.state_dict())
+    with pytest.raises(ConfigError, match="not Adafactor's: it has 'exp_avg', legal: step, row_var, col_var, variance"):
+        ours.load_state_dict({**theirs.state_dict(), "state": adam.state_dict()["state"]})
+    ours.load_state_dict(theirs.state_dict())
+    ours.step()
+    assert float(ours.state[nets[1].up.weight]["step"]) == 2
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_step_is_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    optimizer = OURS[name](net.parameters())
+    net(ALONE[0]).backward()
+    monkeypatch.setattr(fused_step, "while_captured", lambda: "while a CUDA graph is captured")
+    with pytest.raises(UnsupportedError, match=f"{name} cannot step while a CUDA graph is captured"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 def test_what_kernels_cannot_step_is_refused() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

@@ -7,15 +7,18 @@ import gc
 import operator
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn, optim
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoshard
+from autoshard.runtime import optimizers
 from autoshard.runtime.local_step import can_step_locally
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
@@ -211,6 +214,21 @@ def train_without_a_rate() -> Distance:
 def test_an_optimizer_may_have_no_rate(two: Cluster) -> None:
     for distance in two.run(train_without_a_rate):
         assert distance.worst <= TOLERANCE, distance
+
+
+def strange_rows_looked_for() -> int:
+    """In a step over state that the steps before it made."""
+    model, _, compiled = compiled_pair(config(3))
+    optimizer = optim.AdamW(model.parameters())
+    for _ in range(2):
+        compiled(inputs_of(1)[0][dist.get_rank()]).backward()
+        with mock.patch.object(optimizers, "refuse_strange_rows") as looked_for:
+            optimizer.step()
+    return sum(isinstance(call.args[1], DTensor) for call in looked_for.call_args_list)
+
+
+def test_a_step_over_its_own_rows_looks_for_no_others(two: Cluster) -> None:
+    assert two.run(strange_rows_looked_for) == [0, 0]
 
 
 # --- optimizers that were there before

@@ -67,6 +67,32 @@ def test_a_tile_is_found_at_work_without_waiting_for_the_device(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("_new_job")
+def test_all_events_must_have_come() -> None:
+    """The last launch may be on another stream, which is ahead."""
+    tiles, streams = [{"ROWS": n} for n in (4, 1)], (Device([]), Device([], done=99))
+    for i in range(6):
+        stream = streams[i == 5]
+        tuning.at_work("step", tiles, stream.launch, stream.now)
+    assert not tuning._known
+    streams[0].done = 5
+    tuning.at_work("step", tiles, streams[0].launch, streams[0].now)
+    assert tuning._known == {"step": {"ROWS": 1}}
+
+
+@pytest.mark.usefixtures("_new_job")
+def test_each_of_two_devices_of_a_kind_goes_by_all_tiles() -> None:
+    tiles, devices = [{"ROWS": n} for n in (4, 1)], (Device([]), Device([]))
+    for _ in range(6):
+        for i, device in enumerate(devices):
+            tuning.at_work("step", tiles, device.launch, device.now, i)
+    assert [device.given for device in devices] == [[4, 1] * 3] * 2
+    devices[1].done = 7
+    for i, device in reversed(list(enumerate(devices))):
+        tuning.at_work("step", tiles, device.launch, device.now, i)
+    assert [device.given[6:] for device in devices] == [[1], [4]]  # what the second has found, the first goes by
+
+
+@pytest.mark.usefixtures("_new_job")
 @pytest.mark.parametrize("spoiled", ["", "{}", '{"key": "step", "tile": {"ROWS": 7}}'])
 def test_a_spoiled_file_is_as_none(spoiled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles, device = [{"ROWS": n} for n in (4, 1)], Device([], done=99)

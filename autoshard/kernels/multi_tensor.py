@@ -189,7 +189,7 @@ def _tuned(kernel: Kernel, aligned: bool, count: int, by: Callable[[tuning.Tile]
     else:
         source_hash = hashlib.sha256(kernel.source().encode()).hexdigest()[:16]
         what = f"{kernel.rule.name} {source_hash} aligned {aligned} 2**{count.bit_length()} numbers"
-        tuning.at_work(tuning.on_this_device(what), TILES, by, tuning.recorded)
+        tuning.at_work(tuning.on_this_device(what), TILES, by, tuning.recorded, device.index)
 
 
 def _chunks(lengths: Tensor, size: int) -> Tensor:

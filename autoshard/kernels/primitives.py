@@ -22,7 +22,9 @@ aten, prims = torch.ops.aten, torch.ops.prims
 POINTWISE: dict[str, str] = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "rsub": "{1} - {0}",
     "neg": "-{0}", "abs": "tl.abs({0})", "reciprocal": "1.0 / {0}",
-    "exp": "tl.exp({0})", "log": "tl.log({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})", "erf": "tl.erf({0})",
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0)).to({0}.dtype)",
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log1p": "log1p({0})",
+    "sin": "tl.sin({0})", "cos": "tl.cos({0})", "erf": "tl.erf({0})",
     "sqrt": "SQRT({0})", "rsqrt": "1.0 / SQRT({0})", "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))", "tanh": "tanh({0})",
     "relu": "tl.where({0} <= 0, 0, {0})", "maximum": "maximum({0}, {1})", "minimum": "minimum({0}, {1})",
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
@@ -54,8 +56,9 @@ DRAWN = "keep"  # see `random`
 _BESIDE_ATEN = {("prims", "iota"), ("prims", "convert_element_type"), ("autoshard", DRAWN)}
 JOINS = frozenset(["cat", "slice_backward"])  # a number of theirs is one of several's
 
-# Taken apart into the above. Those of `native_layer_norm_backward` and of batch norms reduce over the wrong dimensions.
-COMPOSITE = frozenset(["gelu", "gelu_backward", "silu", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "addcmul", "addcdiv", "masked_fill", "native_dropout_backward", "pow", "square", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "native_layer_norm", "var_mean", "var", "nll_loss_backward", "mse_loss_backward", "elu"])
+# Taken apart into the above. Those of `native_layer_norm_backward` and of batch norms reduce over the wrong dimensions, that of
+# `nll_loss_forward` looks up and then sums over rows, and `log_sigmoid_forward` gives a tensor of nothing beside its result.
+COMPOSITE = frozenset(["gelu", "gelu_backward", "silu", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "addcmul", "addcdiv", "masked_fill", "native_dropout_backward", "pow", "square", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "native_layer_norm", "var_mean", "var", "nll_loss_backward", "mse_loss_backward", "elu", "elu_backward", "softplus", "softplus_backward", "hardswish", "hardswish_backward", "glu", "glu_backward"])
 
 HELPERS = '''
 plus = tl.standard._sum_combine  # what tl.sum adds with, which Triton's interpreter knows and does at once
@@ -74,6 +77,13 @@ def maximum(a, b):
 @triton.jit
 def minimum(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log1p(x):
+    u = 1.0 + x  # what was rounded away in it comes back by the factor
+    exact = tl.log(u) * (x / (u - 1.0))
+    return tl.where(u == 1.0, x, tl.where(u == float("inf"), u, exact))
 
 
 @triton.jit

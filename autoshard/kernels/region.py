@@ -121,7 +121,7 @@ class Region:
                 if traced or interpret or self._stays():
                     launch(sized.tile)
                 else:
-                    tuning.at_work(*self._tiles((sizes, wide), sized), launch, tuning.recorded)
+                    tuning.at_work(*self._tiles((sizes, wide, device), sized), launch, tuning.recorded, device.index)
         return made
 
     def _stays(self) -> bool:

@@ -52,27 +52,31 @@ class _Trial:
     def fastest(self) -> Tile | None:
         """None while that is not known: the device may be far behind."""
         count = len(self.tiles)
-        if len(self.between) < count * _LAUNCHES or not self.between[count * _LAUNCHES - 1][1].query():
+        timed = self.between[: count * _LAUNCHES]  # of any streams, whose last event need not come last
+        if len(timed) < count * _LAUNCHES or not all(event.query() for events in timed for event in events):
             return None
-        took = [begun.elapsed_time(ended) for begun, ended in self.between[: count * _LAUNCHES]]
+        took = [begun.elapsed_time(ended) for begun, ended in timed]
         return self.tiles[min(range(count), key=lambda i: min(took[i::count]))]
 
 
-_trials: dict[str, _Trial] = {}
+_trials: dict[str, dict[int, _Trial]] = {}  # by key, on each device
 
 
-def at_work(key: str, tiles: Sequence[Tile], launch: Callable[[Tile], None], now: Callable[[], Event]) -> None:
+def at_work(
+    key: str, tiles: Sequence[Tile], launch: Callable[[Tile], None], now: Callable[[], Event], device: int = 0
+) -> None:
     """Launches once, by the tile that takes least or on the way to finding it, see [Note: Measured at work]. now: an event
-    that the device comes to after all that it was given so far."""
+    that the device comes to after all that it was given so far. device: its index; those of a kind share what one found."""
     if key not in _known and key not in _trials and not _remembered(key, tiles):
-        _trials[key] = _Trial(tiles)
+        _trials[key] = {}
     if key in _known:
         launch(_known[key])
-    else:
-        _trials[key].launch(launch, now)
-        if tile := _trials[key].fastest():
-            _remember(key, tile)
-            del _trials[key]
+        return
+    trial = _trials[key].setdefault(device, _Trial(tiles))
+    trial.launch(launch, now)
+    if tile := trial.fastest():
+        _remember(key, tile)
+        del _trials[key]
 
 
 def on_this_device(what: str) -> str:

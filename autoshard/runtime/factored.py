@@ -15,7 +15,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from autoshard.kernels import adafactor, multi_tensor
+from autoshard.kernels import adafactor, launcher, multi_tensor
 from autoshard.kernels.adafactor import Matrix, Numbers, Passes
 from autoshard.runtime.dtensors import dtensor_of, local, over_processes
 
@@ -173,10 +172,9 @@ class Together:
 
     def __init__(self, entries: Sequence[Factors], scale: Tensor | None, interpret: bool) -> None:
         places: dict[Any, list[int]] = defaultdict(list)
-        has_triton = find_spec("triton") is not None
         for i, entry in enumerate(entries):
             device = local(entry.parameter).device
-            by_kernels = has_triton and (interpret or device.type == "cuda") and entry.suits_kernels
+            by_kernels = (interpret or (device.type == "cuda" and not launcher.lacking())) and entry.suits_kernels
             places[device if by_kernels else None].append(i)
         self._count, self._passes = len(entries), list[tuple[list[int], _OneByOne | Passes]]()
         for key, at in places.items():

@@ -18,7 +18,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
-from autoshard.kernels import multi_tensor, rule, source
+from autoshard.kernels import launcher, multi_tensor, rule, source
 from autoshard.kernels.multi_tensor import Kernel, Tensors
 from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.dtensors import local
@@ -205,14 +204,21 @@ def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) ->
     rows = local(parameter)
     if rows.device.type not in ("cpu", "cuda") or rows.dtype not in multi_tensor.TYPES:
         return f"a parameter of shape {tuple(parameter.shape)} of {rows.dtype} on {rows.device.type}"
-    if rows.is_cuda and find_spec("triton") is None:
-        return "on a GPU without Triton"
+    if rows.is_cuda and launcher.lacking():
+        return f"on a GPU without {launcher.lacking()}"
     states = [local(value) for key, value in state.items() if key != "step" and isinstance(value, Tensor)]
     if not all(v.is_contiguous() and v.shape == rows.shape for v in (rows, *states)):
         return f"a parameter of shape {tuple(rows.shape)} that, or whose state, is not contiguous or of that shape"
     cast = next((v.dtype for v in states if v.dtype != rows.dtype), rows.dtype)
     if rows.device.type == "cpu" and cast != rows.dtype and not (mastered and rows.dtype in multi_tensor.HALVES):
         return f"a parameter of shape {tuple(rows.shape)} that was cast to {rows.dtype} and its state not, which is {cast}"
+    return ""
+
+
+def while_captured() -> str:
+    """Why no step is taken now; "" if none is captured."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "while a CUDA graph is captured, which would step with the learning rate of now at each replay"
     return ""
 
 
@@ -226,8 +232,8 @@ def take(
     gradients: asked for what happens to them once that is known. interpret: as on a GPU, on the CPU by Triton's interpreter;
     for tests.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return "while a CUDA graph is captured, which would step with the learning rate of now at each replay"
+    if reason := while_captured():
+        return reason
     stepped = stepped_by(optimizer)
     seen, kinds, held = _seen(optimizer, family, stepped), _kinds(stepped), _held.get(optimizer)
     if held is None or not held.holds(seen, kinds):
