@@ -133,6 +133,7 @@ def cases(quick: bool) -> list[Case]:
         found.append(Case(model, batch, 2, 0, "inductor", optimizer="sgd"))
     if not quick:
         found += [Case(model, sizes[model], 4, zero) for model, zero in (("llama", 3), ("mlp", 2), ("vit", 1))]
+        found += [Case(model, sizes[model], 2, 3, "inductor") for model in ("llama", "gpt2")]
         found += [Case(model, batch, 2, 3, precision="bf16") for model, batch in (("llama", 1), ("mlp", 32), ("vit", 1))]
         limited = (("llama", 3, "eager"), ("llama", 0, "inductor"), ("gpt2", 1, "eager"), ("mlp", 2, "inductor"))
         found += [Case(model, sizes[model], 2, zero, codegen, mbit=LIMITED) for model, zero, codegen in limited]
