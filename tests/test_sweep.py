@@ -286,3 +286,9 @@ def test_blocks_stay_graphs_of_their_own_when_all_of_them_is_recomputed() -> Non
     plan = first_look(model, Config(zero=3, replicate_below=0), TWO)
     for policies in ((), tuple((f"layers.{i}", "full") for i in range(10))):
         assert prepare(captured, replace(plan, recompute=policies), inductor=False).kinds
+
+
+def test_what_a_sweep_leaves_out_is_said() -> None:
+    strange = replace(DEVICES["l4"], name="some GPU", source="")
+    found = autoshard.sweep(Small(), _tokens(2, 12), Config(codegen="eager", recompute="none"), Cluster(1, 2, strange))
+    assert "Not modelled: some GPU itself (speeds and links are an L4's)." in rendered(sweep_tables(found, [4]))
