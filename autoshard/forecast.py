@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,7 +116,7 @@ class Forecaster:
     def _accumulating(self, plan: Plan, curve: Curve) -> int | None:
         """The peak where gradients of an earlier backward are there from the start; when the optimizer steps there are no others."""
         *during, step = (int(total) for total in curve.at().sum(1))
-        earlier = sum(_bytes(_rows(p, plan)) for p in filter(is_trained, self.captured.inventory.parameters))
+        earlier = _bytes_of(plan, filter(is_trained, self.captured.inventory.parameters))
         return max(max(during) + earlier, step) if earlier and during else None
 
     def simulated(self, plan: Plan) -> Simulated:
@@ -145,7 +145,7 @@ class Forecaster:
         """Bytes that a process has when the optimizer steps, whatever the graphs do: its rows, their gradients, and the state."""
         held, _ = self._held(plan)
         infos = self.captured.inventory.parameters
-        return held.optimizer + sum(_bytes(_rows(p, plan)) for p in (*infos, *filter(is_trained, infos)))
+        return held.optimizer + _bytes_of(plan, (*infos, *filter(is_trained, infos)))
 
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
@@ -269,7 +269,7 @@ class Forecaster:
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
         count = len(self.captured.inputs)  # behind them a rehearsal puts what is kept of gradients
         categories |= dict.fromkeys(range(count, count + 2 * len(infos)), "compression")
-        apart = sum(_bytes(_rows(p, plan)) for p in infos if not p.used)
+        apart = _bytes_of(plan, (p for p in infos if not p.used))
         assumed = () if memory else ("the optimizer's own state and step (Adam's are assumed)",)
         memory = memory or _as_adam(trained)
         sharded = sum(plan.group_of[p.name].degrees.optimizer > 1 for p in filter(is_trained, infos))
@@ -332,6 +332,11 @@ def _guessed(program: Program) -> tuple[str, ...]:
 
 def _rows(info: ParameterInfo, plan: Plan) -> Rows:
     return rows_of(info.shape, plan.group_of[info.name], plan), getattr(torch, info.dtype)
+
+
+def _bytes_of(plan: Plan, infos: Iterable[ParameterInfo]) -> int:
+    """Of a process's rows of these."""
+    return sum(_bytes(_rows(p, plan)) for p in infos)
 
 
 def _bytes(rows: Rows) -> int:

@@ -284,6 +284,11 @@ class Plan:
         return dict(self.axes).get("shard", 1)
 
     @property
+    def part(self) -> int:
+        """How many processes share rows, where these are some of all; else 0."""
+        return self.shard_size if 1 < self.shard_size < self.world else 0
+
+    @property
     def stage(self) -> int:
         """The highest ZeRO stage of a group."""
         return max(g.degrees.stage for g in self.groups)
@@ -291,7 +296,7 @@ class Plan:
     @property
     def summary(self) -> str:
         """In a few words: "ZeRO-3 over 8 processes, with recomputation"."""
-        over = f" over {self.shard_size} processes" if 1 < self.shard_size < self.world else ""
+        over = f" over {self.part} processes" if self.part else ""
         return f"ZeRO-{self.stage}{over}{', with recomputation' if self.recompute else ''}"
 
     @property

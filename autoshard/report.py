@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -252,6 +252,11 @@ def _traffic_part(plan: Plan) -> list[RenderableType]:
 def _unmodelled(plan: Plan) -> list[RenderableType]:
     """What is unknown beside what the table of memory says of it."""
     unknown = [u for u in plan.predicted.unknown if u not in _OF_MEMORY]
+    return not_modelled(unknown)
+
+
+def not_modelled(unknown: Collection[str]) -> list[RenderableType]:
+    """A line of what predictions leave out, if there is such."""
     return [Text(f"Not modelled: {', '.join(unknown)}.", style="dim")] if unknown else []
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autoshard.open_sizes import BATCH
 from autoshard.plan import Plan
+from autoshard.report import not_modelled
 from autoshard.sweep import MOST, Sweep
 from autoshard.units import bytes_text, counted
 
@@ -34,7 +35,7 @@ def sweep_tables(
         Text(""),
         *_largest(sweep, lengths),
         *_bands(sweep),
-        *_unmodelled(sweep),
+        *not_modelled(dict.fromkeys(what for way in sweep.ways for what in way.unknown)),
         *_reasons(sweep),
     ]
 
@@ -74,13 +75,7 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
 
 def _zero(plan: Plan) -> str:
     """The stage, and over how many processes where these are not all."""
-    return str(plan.stage) if plan.shard_size in (1, plan.world) else f"{plan.stage} over {plan.shard_size}"
-
-
-def _unmodelled(sweep: Sweep) -> list[RenderableType]:
-    """What one way or another leaves out."""
-    unknown = dict.fromkeys(what for way in sweep.ways for what in way.unknown)
-    return [Text(f"Not modelled: {', '.join(unknown)}.", style="dim")] if unknown else []
+    return f"{plan.stage} over {plan.part}" if plan.part else str(plan.stage)
 
 
 def _reasons(sweep: Sweep) -> list[RenderableType]:

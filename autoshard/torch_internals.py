@@ -733,6 +733,8 @@ class RandomCall(NamedTuple):
 def random_call(node: torch.fx.Node) -> RandomCall | None:
     """What a partitioned graph calls under a random state that is saved or given again; None of any other call. Where states
     are generators, as for CUDA graphs, they are told apart from outside, and nothing is saved. Seen: 2.11, 2.13."""
+    if getattr(node.target, "namespace", "") != "higher_order":  # nearly all: every look at an operation's work asks this
+        return None
     from torch._prims import rng_prims
 
     kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}

@@ -239,14 +239,9 @@ def _row(point: Point, peak: int, step: float) -> dict[str, Any]:
     return {"model": point.model, "way": point.way, "label": point.label, "predicted": point.predicted, "peak": peak, "step": step}
 
 
-def at_no_more(peak: float, rows: list[dict[str, Any]]) -> float:
-    """The step time that autoshard has at this peak or below."""
-    return min((r["step"] for r in rows if r["way"] == "autoshard" and r["peak"] <= peak * EQUAL), default=float("nan"))
-
-
-def in_no_more(seconds: float, rows: list[dict[str, Any]]) -> float:
-    """The lowest peak that autoshard has at this step time or below."""
-    return min((r["peak"] for r in rows if r["way"] == "autoshard" and r["step"] <= seconds * EQUAL), default=float("nan"))
+def least(what: str, within: str, most: float, rows: list[dict[str, Any]]) -> float:
+    """The least step time, or peak, that autoshard has where the other one is no more than that."""
+    return min((r[what] for r in rows if r["way"] == "autoshard" and r[within] <= most * EQUAL), default=float("nan"))
 
 
 def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
@@ -264,8 +259,8 @@ def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
         lines += ["|---|---|---:|---:|---:|---:|---:|"]
         for r in own:
             off = f"{r['predicted'] / r['peak'] - 1:+.1%}" if r["predicted"] else ""
-            theirs = r["way"] != "autoshard"
-            ours = f"{at_no_more(r['peak'], own) / r['step']:.2f}x | {in_no_more(r['step'], own) / r['peak']:.2f}x" if theirs else " | "
+            ratios = (least(a, b, r[b], own) / r[a] for a, b in (("step", "peak"), ("peak", "step")))
+            ours = " | ".join(f"{ratio:.2f}x" if r["way"] != "autoshard" else "" for ratio in ratios)
             peak, time = f"{r['peak'] / 1e6:.1f}", f"{r['step'] / unit:.2f}"
             lines.append(f"| {WAYS[r['way']]} | {r['label']} | {peak} | {off} | {time} | {ours} |")
     return "\n".join([*lines, ""])
