@@ -224,7 +224,8 @@ class Forecaster:
         """Blocks that are graphs of their own make another graph around them when they save something else."""
         usual = self._prepared(replace(plan, recompute=()))
         if plan.recompute:
-            return (self._prepared(plan) if usual.kinds else usual).cut(plan)
+            exchanged = usual.cut_exchanged(plan, self._written) if usual.kinds else None
+            return exchanged or (self._prepared(plan) if usual.kinds else usual).cut(plan)
         key = _regathered(plan)
         if key not in self._usual:
             self._usual[key] = usual.cut(plan)

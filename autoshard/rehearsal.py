@@ -20,19 +20,21 @@ from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
-from autoshard.ops.block import Block, block_named
+from autoshard.ops.block import Block, block_named, register
 from autoshard.ops.layout import ACROSS, INSIDE, layout_of, layout_of_parameter
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Pass, Phase
 from autoshard.passes.dump import Dump
+from autoshard.passes.exchange_blocks import can_exchange, exchange_blocks
 from autoshard.passes.manager import PassManager
-from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, KEY, POLICY
+from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, KEY, POLICY, PREFIX
 from autoshard.plan import ParameterGroup, Plan
 
 EVERYONE = "everyone"
 DEFAULT = registry.parse(registry.DEFAULT)
 NAME_OF_AXES = "+".join  # a rehearsal's process groups have the names of their axes: see `groups_of`
+Computes = tuple[str, frozenset[int], frozenset[int]]  # a block's key, which of its inputs are gathered copies, and which are fixed
 _BLOCK_BACKWARD = torch.ops.autoshard.block_backward.default
 
 
@@ -85,17 +87,18 @@ def outline(
 
 @contextmanager
 def _tracing(captured: Capture) -> Iterator[None]:
-    with captured.tracing.entered(), torch_internals.without_autograd_cache():
+    with captured.tracing.entered(), torch_internals.without_autograd_cache(), torch_internals.code_when_called():
         yield
 
 
 @dataclass(frozen=True)
 class Kind:
     """A block that is a graph of its own. names: of the model's blocks that are so; none of what lies between
-    blocks."""
+    blocks. body: what was traced."""
 
     joint: Joint
     names: tuple[str, ...]
+    body: GraphModule
 
     @property
     def has_backward(self) -> bool:
@@ -113,11 +116,11 @@ class WrittenBlock:
 
 @dataclass(frozen=True)
 class Known:
-    """Blocks that were rehearsed before, by which of their inputs are gathered copies and which are fixed, and: joints: by what they
-    compute. blocks: by their names, which say what they save besides; None where no op can stand for one."""
+    """Blocks that were rehearsed before. joints: by what they compute. blocks: by that and their policies; None where no op can stand
+    for one."""
 
-    joints: dict[tuple[str, frozenset[int], frozenset[int]], Joint] = field(default_factory=dict)
-    blocks: dict[tuple[str, frozenset[int], frozenset[int]], WrittenBlock | None] = field(default_factory=dict)
+    joints: dict[Computes, Joint] = field(default_factory=dict)
+    blocks: dict[tuple[Computes, str], WrittenBlock | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,20 @@ class Prepared:
         with _tracing(self.captured):
             return compilation.finish(self.joint.copied(), self.blocks)
 
+    def cut_exchanged(self, plan: Plan, known: Known) -> Rehearsed | None:
+        """The same for blocks that are graphs of their own, which save what that plan says: what is around them is not traced again.
+        None where only a trace would tell what backward takes. known: as of `prepare`."""
+        compilation = replace(self.compilation, context=replace(self.compilation.context, plan=plan))
+        joint = self.joint.copied()
+        with _tracing(self.captured):
+            calls = compilation.others(joint.graph, self.kinds, known)
+            made = {block: register(PREFIX, block) for block in calls.values() if block is not None}
+            keys = {call: made[block] for call, block in calls.items() if block is not None}
+            if len(keys) < len(calls) or not can_exchange(joint.graph, keys):
+                return None
+            exchange_blocks(joint.graph, keys)
+            return compilation.finish(joint, (*self.blocks, *made))
+
     def cut_kind(self, kind: Kind, policy: str) -> Rehearsed:
         """The graphs of a kind of block alone."""
         with _tracing(self.captured):
@@ -179,26 +196,35 @@ class _Rehearsal(Compilation):
         kinds: list[Kind] = []
 
         def compile_one(name: str, body: GraphModule) -> Block | None:
-            key = name, body.meta[COPIES], body.meta[FIXED]
-            if key not in known.blocks:
-                known.blocks[key] = self._written(body, known)
-            written = known.blocks[key]
+            written = self.written(body, body.meta[POLICY], known)
             if written is None:
                 return None
-            kinds.append(Kind(written.joint, body.meta[BLOCKS]))
+            kinds.append(Kind(written.joint, body.meta[BLOCKS], body))
             return written.block
 
         blocks = compile_blocks(gm, compile_one)
         return gm, tuple(blocks), tuple(kinds if blocks else ())
 
-    def _written(self, body: GraphModule, known: Known) -> WrittenBlock | None:
-        """A block's graphs, and the one that they were parted of, which is the same whatever it saves."""
-        key = body.meta[KEY], body.meta[COPIES], body.meta[FIXED]
+    def others(self, joint: GraphModule, kinds: Sequence[Kind], known: Known) -> dict[Node, Block | None]:
+        """For each call of a block of the model the one that this plan makes of it; None where no op can stand for that."""
+        plan = self.context.plan
+        kind_of = {name: kind for kind in kinds for name in kind.names}
+        calls = ((node, graphs.block_of(node, plan.stacks)) for node in graphs.calls(joint, graphs.BLOCK))
+        written = {node: self.written(kind_of[n].body, plan.policy_of(n), known) for node, n in calls if n in kind_of}
+        return {node: other.block if other else None for node, other in written.items()}
 
+    def written(self, body: GraphModule, policy: str, known: Known) -> WrittenBlock | None:
+        """A block's graphs, if it saves that, and the one that they were parted of, which is the same whatever it saves."""
+        key = body.meta[KEY], body.meta[COPIES], body.meta[FIXED]
+        if (key, policy) not in known.blocks:
+            known.blocks[key, policy] = self._written(body, key, policy, known)
+        return known.blocks[key, policy]
+
+    def _written(self, body: GraphModule, key: Computes, policy: str, known: Known) -> WrittenBlock | None:
         def differentiate(body: GraphModule, given: list[Any]) -> Halves:
             if key not in known.joints:
                 known.joints[key] = self.trace_block(body, given)
-            return self.cut_block(known.joints[key].copied(), body.meta[POLICY])
+            return self.cut_block(known.joints[key].copied(), policy)
 
         block = compile_block(body, differentiate, self.generate)
         return WrittenBlock(block, known.joints[key]) if block is not None else None

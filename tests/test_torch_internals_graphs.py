@@ -136,6 +136,15 @@ def test_inductor_takes_our_partitioner_and_inner_step() -> None:
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
 
 
+def test_graphs_write_their_code_when_they_are_called() -> None:
+    with torch_internals.code_when_called():
+        lazy = make_fx(torch.sin)(torch.ones(3))
+    usual = make_fx(torch.sin)(torch.ones(3))
+    assert "_code" not in vars(lazy) and "_code" in vars(usual)
+    torch.testing.assert_close(lazy(torch.ones(3)), torch.ones(3).sin())
+    assert "sin" in lazy.code
+
+
 def _saving(names: list[str], **values: Any) -> torch.fx.GraphModule:
     """A graph of inputs alone that gives back the last of them, each with its fake value."""
     graph = torch.fx.Graph()

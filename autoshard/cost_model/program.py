@@ -7,11 +7,12 @@ liveness is where a piece is made and where it is read for the last time, by wha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -85,7 +86,12 @@ class Operation:
     @property
     def name(self) -> str:
         """What the operation calls."""
-        return str(self.node.target)
+        return _text(self.node.target)
+
+    @property
+    def costed_by(self) -> Hashable:
+        """All that its work depends on."""
+        return self.node, self.parts, self.read_bytes, self.made_bytes, self.masks
 
     @property
     def where(self) -> str:
@@ -94,6 +100,12 @@ class Operation:
         lines = re.findall(r'File "([^"]+)", line (\d+)', str(trace))
         models = [(file, line) for file, line in lines if not file.startswith(_NOT_THE_MODEL)]
         return f"{Path(models[-1][0]).name}:{models[-1][1]}" if models else ""
+
+
+@functools.cache
+def _text(target: Any) -> str:
+    """torch writes an operator's name anew each time, and it is asked for a dozen times for each operation."""
+    return str(target)
 
 
 Value = Any  # the number of a piece, a list of values, or None for what is no tensor
@@ -183,7 +195,7 @@ class Writer:
         makes a copy and reduces in that (see `fusion`). gloo (2.13) reduces in a copy that stays instead (or
         besides: generated code holds what it gives to a collective), and gathers into a tensor of its own, which it copies
         from at the end. A direct gather sends from what it makes, so that only generated code holds what it was given."""
-        at, name = len(self.program.operations) - 1, str(node.target)
+        at, name = len(self.program.operations) - 1, _text(node.target)
         if name == WAIT:
             self.program.keep(self._in_flight.pop(value, ()), at)
         elif is_collective(node):
@@ -220,11 +232,11 @@ def _shared(node: Node, reads: tuple[int, ...]) -> Value:
 
 def aliased(node: Node) -> Literal["view", "write"] | None:
     """Whether the result is a view of the first input, or that input, written to; None for a piece of its own."""
-    if str(node.target) in _VIEWS:
+    if _text(node.target) in _VIEWS:
         return "view"
-    if str(node.target) == IN_PLACE:
+    if _text(node.target) == IN_PLACE:
         return None
-    if str(node.target) == WAIT:
+    if _text(node.target) == WAIT:
         return "write"
     returns = getattr(getattr(node.target, "_schema", None), "returns", None)
     if not returns or returns[0].alias_info is None:
@@ -234,7 +246,7 @@ def aliased(node: Node) -> Literal["view", "write"] | None:
 
 def is_collective(node: Node) -> bool:
     """Whether a call starts a collective, or waits for one."""
-    return str(node.target).startswith(_COLLECTIVES)
+    return _text(node.target).startswith(_COLLECTIVES)
 
 
 def category_of(node: Node) -> Category:
@@ -252,7 +264,7 @@ def _feeds_gather(node: Node) -> bool:
 
 
 def _gathers(node: Node) -> bool:
-    return "all_gather" in str(node.target) or GATHER_DIRECT in str(node.target)
+    return "all_gather" in _text(node.target) or GATHER_DIRECT in _text(node.target)
 
 
 def _is_same(node: Node) -> bool:
