@@ -12,6 +12,7 @@ from autoshard.cost_model.hardware import DEVICES
 from autoshard.report import plan_tables, rendered
 from tests.cluster import Cluster
 from tests.peaks import above_held, grown, grown_in_a_step
+from tests.recomputed import Deep, inputs
 from tests.small import compiled_pair, config, in_full, residues, step_each
 
 
@@ -65,3 +66,31 @@ def test_the_peak_with_earlier_gradients_is_the_measured_one(two: Cluster) -> No
     for found, gradients in two.run(measured_with_gradients, plan):
         assert gradients > 0
         assert predicted.accumulating - predicted.peak_bytes + above_held(predicted) - gradients == pytest.approx(found, rel=0.03)
+
+
+def grown_by_each(plans: list[autoshard.Plan], codegen: str) -> list[int]:
+    """By how many bytes a step goes above what is there between steps, by each plan."""
+    found, x = [], inputs(64)
+    for plan in plans:
+        model, _, compiled = compiled_pair(config("auto", plan=plan, codegen=codegen, replicate_below="auto"), Deep)
+        optimizer = torch.optim.AdamW(model.parameters())
+        found.append(grown_in_a_step(lambda: compiled(x), optimizer))
+    return found
+
+
+@pytest.mark.parametrize(("zero", "codegen"), [(3, "eager"), in_full(2, "eager"), in_full(0, "inductor"), in_full(3, "inductor")])
+def test_peaks_follow_budgets_on_two_processes(two: Cluster, zero: int, codegen: str) -> None:
+    def planned(budget: int | None) -> autoshard.Plan:
+        settings = config(zero, codegen=codegen, memory_budget=budget, recompute="auto" if budget else "none")
+        return autoshard.plan(Deep(), inputs(64), settings, Machines(1, 2, DEVICES["cpu"]))
+
+    top = planned(None).predicted.peak_bytes
+    budgets = [top * share // 16 for share in (16, 14, 12, 10)]
+    plans = [planned(budget) for budget in budgets]
+    assert plans[-1].recompute
+    for found in two.run(grown_by_each, plans, codegen):
+        above = [above_held(plan.predicted) for plan in plans]
+        assert found == pytest.approx(above, rel=0.03)
+        taken = [plan.predicted.peak_bytes - more + grew for plan, more, grew in zip(plans, above, found)]
+        assert all(peak <= budget * 1.001 for peak, budget in zip(taken, budgets)), (taken, budgets)
+        assert all(later <= peak * 1.001 for peak, later in zip(taken, taken[1:])), taken
