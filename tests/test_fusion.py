@@ -173,3 +173,23 @@ def test_numbers_of_a_dropout_are_drawn_in_the_kernel_that_reads_them() -> None:
     ]
     fused = fuse(program)
     assert [fused.pieces[p].bytes for p in numbers] == [0, 0]
+
+
+@pytest.mark.parametrize(("dims", "joined"), [((0,), False), ((1,), True), ((0, 1), True)])
+def test_a_sum_of_columns_stays_where_it_is(dims: tuple[int, ...], joined: bool) -> None:
+    """It is a kernel of its own, which other operations may stand in front of; what it reads waits for it."""
+    graph, aten = Graph(), torch.ops.aten
+    mm, relu = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default))
+    relu.meta["val"] = torch.empty(4, 8, device="meta")
+    total = graph.call_function(aten.sum.dim_IntList, (relu, list(dims)))
+    program = Program()
+    made, product, out = (program.add(size, "temporaries", at, last) for size, at, last in ((128, 0, 2), (64, 1, 3), (32, 2, 3)))
+    program.operations = [
+        Operation(relu, "backward", (), (made,), code=0),
+        Operation(mm, "backward", (made,), (product,), code=0),
+        Operation(total, "backward", (made,), (out,), code=0),
+        Operation(mm, "backward", (product, out), (), code=0),
+    ]
+    fused = fuse(program)
+    assert [len(o.parts) for o in fused.operations] == ([2, 1, 1] if joined else [1, 1, 1, 1])
+    assert fused.pieces[made].last == (1 if joined else 2)

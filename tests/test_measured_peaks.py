@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,7 +76,7 @@ def grown_by_each(plans: list[autoshard.Plan], codegen: str) -> list[int]:
     for plan in plans:
         model, _, compiled = compiled_pair(config("auto", plan=plan, codegen=codegen, replicate_below="auto"), Deep)
         optimizer = torch.optim.AdamW(model.parameters())
-        found.append(grown_in_a_step(lambda: compiled(x), optimizer))
+        found.append(grown_in_a_step(partial(compiled, x), optimizer))
     return found
 
 

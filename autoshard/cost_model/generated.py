@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tag
+from torch.fx import Node
 
 from autoshard.cost_model.program import Operation
+from autoshard.cost_model.sizes import size_of
 
 _REDUCTIONS = frozenset(
     f"aten.{name}"
@@ -39,3 +41,14 @@ def is_generated(operation: Operation) -> bool:
 def reduces(operation: Operation) -> bool:
     """True of a sum or the like over elements."""
     return operation.name in _REDUCTIONS
+
+
+def sums_columns(operation: Operation) -> bool:
+    """True of a sum over rows that leaves the innermost dimension as it is: a bias's gradient is one."""
+    given = operation.node.args[0] if operation.node.args else None
+    if not reduces(operation) or not isinstance(given, Node) or len(operation.node.args) < 2:
+        return False
+    dims, value = operation.node.args[1], given.meta["val"]
+    summed = {d % value.dim() for d in (dims if isinstance(dims, (list, tuple)) else [dims])}  # type: ignore[operator]
+    long = [d for d in range(value.dim()) if size_of(value.shape[d]) != 1]
+    return bool(summed) and bool(long) and min(long, key=lambda d: (size_of(value.stride(d)) != 1, -d)) not in summed

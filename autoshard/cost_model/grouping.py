@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoshard import torch_internals
-from autoshard.cost_model.generated import fusible
+from autoshard.cost_model.generated import fusible, sums_columns
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.work import op_name
 
@@ -105,11 +105,18 @@ class Kernels:
         if first is None:
             return kernel
         stays, goes = sorted((first, kernel))
-        if goes - stays > _NEAR or not self._pays(stays, goes) or self._needs(goes, stays) or self._needs(stays, goes):
+        if goes - stays > _NEAR or self._turned(stays, goes) or not self._pays(stays, goes) or self._needs(goes, stays) or self._needs(stays, goes):
             return kernel
         self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
         self.kernel.update(dict.fromkeys(self.members[stays], stays))
         return stays
+
+    def _turned(self, first: int, later: int) -> bool:
+        """Whether one sums up columns and the other goes through rows: one loop cannot do both. Seen: 2.11, 2.13, on CPUs."""
+        return self._sums_columns(first) is not self._sums_columns(later)
+
+    def _sums_columns(self, kernel: int) -> bool:
+        return any(sums_columns(o) for o in self._operations(kernel))
 
     def _pays(self, first: int, later: int) -> bool:
         """Whether Inductor may join two kernels that share a tensor: in a backward that repeats matmuls or the like none that
