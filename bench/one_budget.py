@@ -3,7 +3,8 @@
     python bench/one_budget.py [--rates 1000,200] [--hosts 2]
 
 The budget is what stage 3 takes with all that torch saves. With `recompute="none"` backward gathers almost every copy again; with
-"auto" some activations are computed again, and copies kept in their place. All contenders take turns in one job, as in bench/run.py.
+"auto" some activations are computed again, and copies kept in their place. All contenders take turns in one job, as in bench/run.py; the
+peak of each is measured in a job of its own.
 Writes bench/results/one_budget.md.
 """
 
@@ -18,7 +19,7 @@ import contenders  # noqa: E402
 import table  # noqa: E402
 
 NAMES = (*contenders.BUDGETED, "fsdp2")
-COMPARED = table.Comparison("one_budget", "Activations and gathered copies in one budget", NAMES, "autoshard3_none", "1000,200")
+COMPARED = table.Comparison("one_budget", "Activations and gathered copies in one budget", NAMES, "autoshard3_none", "1000,200", memory=True)
 
 if __name__ == "__main__":
     sys.exit(table.main(COMPARED, __doc__))

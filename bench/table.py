@@ -7,7 +7,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from worker import Measured  # noqa: E402
 @dataclass(frozen=True)
 class Comparison:
     """What is compared. file: of the results, in bench/results, and of the bench. base: whose step the others' are divided by. pause:
-    milliseconds in which a loop does something else after each step."""
+    milliseconds in which a loop does something else after each step. memory: peaks are measured too."""
 
     file: str
     title: str
@@ -31,16 +31,18 @@ class Comparison:
     rates: str
     per_host: int = 1
     pause: int = 0
+    memory: bool = False
 
 
-def _rows(measured: Sequence[Measured], base: str, mbit: int) -> list[str]:
-    """A line for each contender: its step, the median of the rounds' ratios to the base, and the last loss."""
+def _rows(measured: Sequence[Measured], base: str, mbit: int, peaks: Mapping[str, Measured]) -> list[str]:
+    """A line for each contender: its step, the median of the rounds' ratios to the base, its peak if known, and the last loss."""
     seconds = next(m.seconds for m in measured if m.name == base)
     found = []
     for one in measured:
         ratio = statistics.median(a / b for a, b in zip(one.seconds, seconds))
         step = 1e3 * statistics.median(one.seconds)
-        found.append(f"| {rate_text(mbit)} | {one.name} | {step:.0f} | {ratio:.2f} | {one.losses[-1]:.4f} |")
+        peak = f" {(peaks[one.name].peak or 0) / 1e6:.1f} |" if one.name in peaks else ""
+        found.append(f"| {rate_text(mbit)} | {one.name} | {step:.0f} | {ratio:.2f} |{peak} {one.losses[-1]:.4f} |")
     return found
 
 
@@ -56,9 +58,10 @@ def main(compared: Comparison, doc: str | None) -> int:
     driver = side_by_side.Driver("llama", asked.hosts, asked.rounds, scratch, True, 1800.0, asked.per_host)
     lines: list[str] = []
     try:
+        peaks = driver.memory(compared.names) if compared.memory else {}
         for mbit in map(int, asked.rates.split(",")):
             measured = driver.job(compared.names, mbit, "shared", "--steps", str(asked.rounds), "--pause", str(compared.pause))
-            lines += _rows(measured, compared.base, mbit) if measured else []
+            lines += _rows(measured, compared.base, mbit, peaks) if measured else []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _write(compared, asked, lines)
@@ -75,10 +78,11 @@ def _write(compared: Comparison, asked: argparse.Namespace, lines: Sequence[str]
         f"{machine.cpu}, {machine.cores} cores, {asked.hosts} hosts of {processes}, torch {machine.torch}, gloo, {machine.date}.",
         f"Written by `python bench/{compared.file}.py`: the small Llama of docs/performance.md, medians of {asked.rounds} rounds on the",
         f"slowest process, and of the rounds' own ratios to {compared.base}; the loss after all steps."
+        + (" *Peak*: in MB (10^6 bytes), of a job of each by itself." if compared.memory else "")
         + (f" After each step {compared.pause} ms pass that do not count." if compared.pause else "")
         + "\n",
-        "| rate | | step, ms | ratio | loss |",
-        "|---|---|---:|---:|---:|",
+        f"| rate | | step, ms | ratio |{' peak |' * compared.memory} loss |",
+        f"|---|---|---:|---:|{'---:|' * compared.memory}---:|",
         *lines,
         "",
     ])
