@@ -8,10 +8,15 @@ rounding and lose NaN. A value is computed once for each place at which it is us
 [Note: Rows] Where there are reductions, a program has a few rows, and all numbers that are reduced together. Rows too long
 to be held in registers are gone through in blocks: once for reductions that do not need each other, then for those that need
 these, and for the results.
+
+[Note: Columns] A sum over all rows has a number for each column. Each program goes through several tiles of rows, adds up what it
+has of each column, and leaves that as a line of a tensor, whose lines torch adds up: a fixed order, and as few bytes as there are
+programs. So what is summed so is a result, never read in the kernel, and its rows are held as a whole.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +40,7 @@ from autoshard.kernels.primitives import (
     REDUCTIONS,
     SAME,
     VIEWS,
+    WITH_TOTALS,
     literal,
     name_of,
 )
@@ -94,16 +100,23 @@ class Writer:
         self.known: dict[Any, str] = {}
         self.where: tuple[tuple[str, Expr, Expr], ...] = ()  # what holds of the places that values are wanted of
 
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """The results that are sums over all rows, see [Note: Columns]."""
+        return tuple(i for i, n in enumerate(self.results) if is_total(n))
+
     def write(self, name: str) -> str:
         """The kernel `name` as a module of Python."""
         for nodes in _levels(self.graph):
             self._reduce(nodes)
-        full = [i for i, n in enumerate(self.results) if shape_of(n) == self.space.shape]
+        full = [i for i, n in enumerate(self.results) if shape_of(n) == self.space.shape and i not in self.totals]
         with self._blocks(needed=bool(full)):
             for i in full:
                 self._store(i, self.index)
-        for i in sorted({*range(len(self.results))} - {*full}):
+        for i in sorted({*range(len(self.results))} - {*full, *self.totals}):
             self._store(i, self._index_of_rows(self.results[i]))
+        for i in self.totals:
+            self._add_up(i)
         tensors = [*(f"in{i}" for i in range(len(self.given))), *(f"out{i}" for i in range(len(self.results)))]
         return self.out.text(name, tensors, [str(s) for s in open_sizes(self.graph)])
 
@@ -142,7 +155,7 @@ class Writer:
 
     def _check_reduced(self, node: Node) -> None:
         shape, dims = shape_of(_tensors(node)[0]), tuple(range(self.space.split, len(self.space.shape)))
-        if shape != self.space.shape or _reduced_dims(node) != dims or not node.meta["val"].is_floating_point():
+        if shape != self.space.shape or reduced_dims(node) != dims or not node.meta["val"].is_floating_point():
             raise Unsupported(f"{node.target} of {shape} in rows of {self.space}")
 
     def _gathered(self, node: Node) -> str:
@@ -155,6 +168,13 @@ class Writer:
         source = _tensors(node)[0]
         value = self._cast(self._value(source, self.index), source, node)
         return self.out.assign(f"tl.where(rows_there & columns_there, {value}, {REDUCTIONS[name_of(node.target)].neutral})")
+
+    def _add_up(self, position: int) -> None:
+        node = _summed(self.results[position])
+        (source,) = _tensors(node)
+        if self.out.in_blocks or shape_of(source) != self.space.shape or reduced_dims(node) != tuple(range(self.space.split)):
+            raise Unsupported(f"{node.target} of {shape_of(source)} over rows of {self.space}")
+        self.out.add_up(f"out{position}", self._cast(self._value(source, self.index), source, node), _type_of(node))
 
     # --- values
 
@@ -281,7 +301,7 @@ def _levels(graph: Graph) -> list[list[Node]]:
     levels: dict[int, list[Node]] = {}
     for node in graph.nodes:
         depth[node] = max((depth[a] for a in node.all_input_nodes), default=0)
-        if name_of(node.target) in REDUCTIONS:
+        if name_of(node.target) in REDUCTIONS and not adds_rows(node):
             depth[node] += 1
             levels.setdefault(depth[node], []).append(node)
     return [levels[k] for k in sorted(levels)]
@@ -302,11 +322,37 @@ def is_plain(node: Node) -> bool:
     return not node.kwargs and len(node.args) == len(arguments) and all(isinstance(a, Node | int | float) for a in node.args)
 
 
+def adds_rows(node: Node) -> bool:
+    """Whether it is a sum over first dimensions but not over all."""
+    if name_of(node.target) != "sum":
+        return False
+    dims = reduced_dims(node)
+    return len(dims) < len(shape_of(node.args[0])) and dims == tuple(range(len(dims)))
+
+
+def is_total(node: Any) -> bool:
+    """Whether it is, or is but for its shape or dtype, a sum over rows, which is known when all of them were gone through."""
+    if not isinstance(node, Node):
+        return False
+    if node.target is operator.getitem:
+        made, item = node.args
+        return bool(item) and name_of(made.target) in WITH_TOTALS  # type: ignore[union-attr]
+    return is_total(node.args[0]) if name_of(node.target) in VIEWS | SAME else adds_rows(node)
+
+
+def _summed(node: Any) -> Node:
+    """The sum that a total is, which is rounded once, to what it becomes in the end."""
+    while not adds_rows(node):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
 def _tensors(node: Node) -> list[Node]:
     return [a for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
 
 
-def _reduced_dims(node: Node) -> tuple[int, ...]:
+def reduced_dims(node: Node) -> tuple[int, ...]:
+    """The dimensions that a reduction is over, in order."""
     count = len(shape_of(_tensors(node)[0]))
     dims: Any = node.args[1] if len(node.args) > 1 else ()
     return tuple(sorted(d % count for d in dims)) if dims else tuple(range(count))
