@@ -164,6 +164,16 @@ def test_long_rows_are_gone_through_in_blocks(rows: int) -> None:
     check(lambda x: [F.layer_norm(x + 1, x.shape[-1:]), (x + 1).mean(-1)][:1], [x[:, 4:]])
 
 
+@pytest.mark.parametrize("function", [lambda x: F.log_softmax(x * 2, -1), lambda x: F.softmax(x * 30, -1)])
+def test_long_rows_of_a_softmax_are_gone_through_twice(function: Function) -> None:
+    """Its sum is gathered beside its maximum, whatever comes first in a row, or in a place of each block."""
+    x = random((6, LONGEST + 77), torch.float32, 0)
+    x[0, 3], x[1, 5:], x[2], x[3, 7], x[4, :7000] = torch.inf, -torch.inf, -torch.inf, torch.nan, -torch.inf
+    check(function, [x])
+    (region,) = fused(traced(function, [x]))
+    assert region.text.count("for start in range") == 2
+
+
 def test_a_cross_entropy_s_gradient_is_written_once() -> None:
     scores, target = random((6, 11), torch.float32, 0), torch.tensor([1, 0, -100, 10, 3, 3])
     check(cross_entropy_s_gradient, [scores, target, torch.tensor(0.7), torch.tensor(5.0)])

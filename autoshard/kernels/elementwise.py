@@ -7,7 +7,8 @@ rounding and lose NaN. A value is computed once for each place at which it is us
 
 [Note: Rows] Where there are reductions, a program has a few rows, and all numbers that are reduced together. Rows too long
 to be held in registers are gone through in blocks: once for reductions that do not need each other, then for those that need
-these, and for the results.
+these, and for the results. A softmax's sum needs its maximum, but is gathered beside it (arXiv 1805.02867): each place of a block has
+the largest number so far and the sum of exponentials less that, which is made smaller as that rises. So it goes through a row twice.
 
 [Note: Columns] A sum over all rows has a number for each column. Each program goes through several tiles of rows, adds up what it
 has of each column, and leaves that as a line of a tensor, whose lines torch adds up: a fixed order, and as few bytes as there are
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ class Writer:
         self.length = columns.count
         in_blocks = space.reduces and not (self.length.is_number and self.length <= LONGEST)
         self.out = Statements(rows, columns if space.reduces else None, in_blocks)
+        self.beside = {n: largest for n in graph.nodes if in_blocks and (largest := _subtracted(n))}
         self.known: dict[Any, str] = {}
         self.where: tuple[tuple[str, Expr, Expr], ...] = ()  # what holds of the places that values are wanted of
 
@@ -107,7 +109,7 @@ class Writer:
 
     def write(self, name: str) -> str:
         """The kernel `name` as a module of Python."""
-        for nodes in _levels(self.graph):
+        for nodes in _levels(self.graph, self.beside):
             self._reduce(nodes)
         full = [i for i, n in enumerate(self.results) if shape_of(n) == self.space.shape and i not in self.totals]
         with self._blocks(needed=bool(full)):
@@ -139,19 +141,40 @@ class Writer:
     # --- reductions
 
     def _reduce(self, nodes: Sequence[Node]) -> None:
-        """Those that do not need each other."""
+        """Those that do not need each other, and sums of exponentials beside the maxima that they need."""
         for node in nodes:
             self._check_reduced(node)
-        gathered = [self._gathered(node) for node in nodes] if self.out.in_blocks else []
+        gathered = {node: self._gathered(node) for node in nodes} if self.out.in_blocks else {}
         with self._blocks():
-            parts = [self._in_row(node) for node in nodes]
-            for node, name, part in zip(nodes, gathered, parts):
-                self.out.add(f"{name} = {REDUCTIONS[name_of(node.target)].function}({name}, {part})")
-        for node, part in zip(nodes, gathered or parts):
-            total = self.out.assign(f"tl.reduce({part}, 1, {REDUCTIONS[name_of(node.target)].reducer}, keep_dims=True)")
-            if name_of(node.target) == "mean":
-                total = self.out.assign(f"{total} / ({{0}})", self.length)
-            self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
+            parts = {node: self._in_row(node) for node in nodes if node not in self.beside}
+            for node, name in gathered.items():
+                if node in parts:
+                    self._gather(node, name, parts[node], {s: gathered[s] for s, m in self.beside.items() if m is node})
+        for node, part in (gathered or parts).items():
+            self._finish(node, self._at_most(part, gathered[self.beside[node]], node) if node in self.beside else part)
+
+    def _gather(self, node: Node, name: str, part: str, beside: dict[Node, str]) -> None:
+        """Adds a block to what is gathered. beside: sums of exponentials of what is less than this maximum, by what was gathered of
+        them, which shrinks as that rises. What is at its least adds nothing, also where nothing else was seen."""
+        value = f"{REDUCTIONS[name_of(node.target)].function}({name}, {part})"
+        if beside:
+            value = self.out.assign(value)
+        for total in beside.values():
+            before = f"tl.where({name} == {value}, {total}, {total} * tl.exp({name} - {value}))"
+            self.out.add(f'{total} = {before} + tl.where({part} == float("-inf"), 0, tl.exp({part} - {value}))')
+        self.out.add(f"{name} = {value}")
+
+    def _at_most(self, part: str, most: str, node: Node) -> str:
+        """What was gathered of a sum of exponentials, less the row's maximum instead of each place's."""
+        largest = self.beside[node]
+        return self.out.assign(f"{part} * tl.exp({most} - {self.known[largest, self._index_of_rows(largest), ()]})")
+
+    def _finish(self, node: Node, part: str) -> None:
+        """A row's number, of what all its places have."""
+        total = self.out.assign(f"tl.reduce({part}, 1, {REDUCTIONS[name_of(node.target)].reducer}, keep_dims=True)")
+        if name_of(node.target) == "mean":
+            total = self.out.assign(f"{total} / ({{0}})", self.length)
+        self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
 
     def _check_reduced(self, node: Node) -> None:
         shape, dims = shape_of(_tensors(node)[0]), tuple(range(self.space.split, len(self.space.shape)))
@@ -295,14 +318,30 @@ class Writer:
         return self.out.assign(f"{value}.to({_TYPES[dtype]}).to(tl.float32)") if dtype in HALVES else value
 
 
-def _levels(graph: Graph) -> list[list[Node]]:
-    """Reductions that do not need each other, then those that need these, and so on."""
+def _subtracted(node: Node) -> Node | None:
+    """The numbers' maximum, of a sum of exponentials of numbers less that; None of anything else."""
+    less: Any = _first(_first(node, "sum"), "exp")
+    numbers = _first(less, "sub")
+    largest: Any = less.args[1] if numbers is not None else None
+    if numbers is None or _first(largest, "amax") is not numbers or reduced_dims(largest) != reduced_dims(node):
+        return None
+    return largest if largest.meta["val"].dtype is node.meta["val"].dtype else None
+
+
+def _first(node: Any, name: str) -> Any:
+    """The first argument of an operation of this name; None of anything else."""
+    return node.args[0] if isinstance(node, Node) and name_of(node.target) == name else None
+
+
+def _levels(graph: Graph, beside: Mapping[Node, Node]) -> list[list[Node]]:
+    """Reductions that do not need each other, then those that need these, and so on. beside: what is reduced together with what it
+    needs."""
     depth: dict[Node, int] = {}
     levels: dict[int, list[Node]] = {}
     for node in graph.nodes:
         depth[node] = max((depth[a] for a in node.all_input_nodes), default=0)
         if name_of(node.target) in REDUCTIONS and not adds_rows(node):
-            depth[node] += 1
+            depth[node] += node not in beside
             levels.setdefault(depth[node], []).append(node)
     return [levels[k] for k in sorted(levels)]
 
