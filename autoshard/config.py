@@ -74,8 +74,8 @@ class Config:
     cluster: "auto" (what `autoshard calibrate` measured here, or figures from data sheets and, on CPUs, a few messages of the
         first call), a Cluster, or a YAML file of one.
     optimizer: what a plan assumes before an optimizer is seen: "adamw", "sgd", ...
-    fuse_optimizer: "auto" (torch.optim's Adam, AdamW and SGD step all their parameters at once, unless they were told how), or
-        False.
+    fuse_optimizer: "auto" (torch.optim's Adam, AdamW and SGD step all their parameters at once, unless they were told how, and so
+        does Adafactor on GPUs), or False. On sharded parameters Adafactor goes by rows in any case.
     buffers: "broadcast" (after each change rank 0's are everyone's, as DDP) or "local".
     replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000, or 0 where a
         GradScaler is there at the first call.

@@ -241,7 +241,7 @@ class Adafactor(optim.Adafactor):
     but for stacks of tiny matrices; on a CPU torch's operations.
     """
 
-    steps_rows = "on rows, with two collectives"
+    steps_rows = factored.HOW
 
     def __init__(
         self,
@@ -271,8 +271,7 @@ class Adafactor(optim.Adafactor):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
         loss = _loss_of(closure)
-        stepped = fused_step.stepped_by(self)
-        if reason := fused_step.while_captured() or next(filter(None, map(factored.unfit, stepped)), ""):
+        if reason := factored.why_not(fused_step.stepped_by(self)):
             raise UnsupportedError(f"autoshard.optim.Adafactor cannot step {reason}")
         scale = None
         if self.max_norm is not None:
@@ -285,7 +284,7 @@ def fuse(optimizer: Optimizer) -> Optimizer:
     """Has an optimizer of torch.optim step all its parameters at once from now on; returns it.
 
     Nothing of torch is replaced, and schedulers, GradScaler and state dicts go on with it. A step with a closure or with
-    hooks of this optimizer is torch's own.
+    hooks of this optimizer is torch's own, and so is Adafactor's of plain tensors on a CPU.
     """
     if reason := fused_step.unfusable(optimizer):
         raise UnsupportedError(f"{type(optimizer).__name__} cannot be fused: {reason}")

@@ -17,6 +17,7 @@ from autoshard.cost_model.optimizer import NAMED, Make
 from autoshard.errors import ConfigError, PlanError
 from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
+from autoshard.optim import Adafactor
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
 from autoshard.passes.registry import pipeline_for
 from autoshard.plan import Plan
@@ -77,13 +78,15 @@ def forecaster(
 
 
 def as_it_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
-    """Makes optimizers that step all parameters at once where a job's will."""
-    if config.fuse_optimizer is False or cluster.world == 1:
+    """Makes optimizers that step all parameters at once, or on rows, where a job's will."""
+    if cluster.world == 1:
         return make
 
     def made(parameters: Sequence[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
-        for group in optimizer.param_groups if not unfusable(optimizer) else ():
+        if type(optimizer) is torch.optim.Adafactor:
+            return Adafactor(optimizer.param_groups)
+        for group in optimizer.param_groups if config.fuse_optimizer and not unfusable(optimizer) else ():
             group["fused"] = True
         return optimizer
 

@@ -2,29 +2,32 @@
 
     python bench/optimizer.py                      # writes bench/results/optimizer.md
 
-Steps of all contenders take turns in one process of a fake group of two, in which nothing is sent; each figure is the median
-of the ratios of paired steps.
+A job of two processes of one thread each. What is "in a job" are the parameters of a model that went through its first call and a
+backward, so that all that surrounds a job's step is in it; the others step as torch's class has it, without any hooks. Steps of all
+contenders take turns, both processes at once; each figure is the median of the ratios of paired steps of the first process.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
+from autoshard.torch_internals import step_without_hooks
 
 WORLD = 2
 RESULT = Path(__file__).parent / "results" / "optimizer.md"
@@ -34,45 +37,98 @@ MODELS: dict[str, list[tuple[int, ...]]] = {
     "80 small blocks, 4 M": [(64,) if i % 2 else (768, 64) for i in range(80 * 2)] + [(64,)] * 640,
     "one tensor, 16 M": [(4096, 4096)],
 }
-CONTENDERS: dict[str, tuple[bool, Callable[[Iterable[torch.Tensor]], Optimizer]]] = {
-    "torch AdamW(fused=True), plain tensors of local size": (False, lambda ps: AdamW(ps, fused=True)),
-    "torch AdamW, DTensors": (True, AdamW),
-    "torch AdamW(fused=True), DTensors": (True, lambda ps: AdamW(ps, fused=True)),
-    "autoshard.optim.AdamW, DTensors": (True, autoshard.optim.AdamW),
-}
+Make = Callable[[Iterable[Tensor]], Optimizer]
+Shapes = list[tuple[int, ...]]
+Seconds = dict[str, list[float]]  # of a contender's steps
 
 
-def parameters(shapes: list[tuple[int, ...]], sharded: bool) -> list[nn.Parameter]:
-    """With gradients; DTensors, or plain tensors as large as this process's rows of them."""
+class Parameters(nn.Module):
+    """A model that is nothing else."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number to which each of them gives a gradient."""
+        return torch.stack([(p * x).sum() for p in self.all]).sum()
+
+
+def plain(shapes: Shapes) -> list[nn.Parameter]:
+    """As large as this process's rows, with gradients."""
+    found = dtensors(shapes)
+    made = [nn.Parameter(p.data.to_local()) for p in found]
+    for p, whole in zip(made, found):
+        p.grad = whole.grad.to_local()
+    return made
+
+
+def dtensors(shapes: Shapes) -> list[nn.Parameter]:
+    """Sharded by rows, with gradients."""
     mesh = init_device_mesh("cpu", (WORLD,))
     made = []
     for shape in shapes:
         value, grad = (distribute_tensor(torch.randn(shape), mesh, [Shard(0)], src_data_rank=None) for _ in range(2))
-        parameter = nn.Parameter(value if sharded else value.to_local())
-        parameter.grad = grad if sharded else grad.to_local()
-        made.append(parameter)
+        made.append(nn.Parameter(value))
+        made[-1].grad = grad
     return made
 
 
-def measure(shapes: list[tuple[int, ...]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender's steps, in turns."""
-    optimizers = {name: make(parameters(shapes, sharded)) for name, (sharded, make) in CONTENDERS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+def _in_a_job(make: Make) -> Callable[[Shapes], Callable[[], object]]:
+    return lambda shapes: functools.partial(_step, *job(shapes, make))
+
+
+def _step(_: nn.Module, optimizer: Optimizer) -> None:
+    """While there is the model."""
+    optimizer.step()
+
+
+def job(shapes: Shapes, make: Make) -> tuple[nn.Module, Optimizer]:
+    """A model of these, all of which are sharded, behind a backward."""
+    config = autoshard.Config(zero=3, replicate_below=0, codegen="eager", verbose=False)
+    model = Parameters(shapes)
+    optimizer = make(model.parameters())
+    torch.compile(model, backend=autoshard.backend(config))(torch.randn(())).backward()
+    return model, optimizer
+
+
+def _alone(given: Callable[[Shapes], list[nn.Parameter]], **options: bool) -> Callable[[Shapes], Callable[[], object]]:
+    def contender(shapes: Shapes) -> Callable[[], object]:
+        optimizer = AdamW(given(shapes), **options)
+        return lambda: step_without_hooks(optimizer)
+
+    return contender
+
+
+CONTENDERS: dict[str, Callable[[Shapes], Callable[[], object]]] = {
+    "torch AdamW(fused=True), plain tensors of local size": _alone(plain, fused=True),
+    "torch AdamW, DTensors": _alone(dtensors),
+    "torch AdamW(fused=True), DTensors": _alone(dtensors, fused=True),
+    "torch AdamW, in a job": _in_a_job(AdamW),
+    "autoshard.optim.AdamW, in a job": _in_a_job(autoshard.optim.AdamW),
+}
+
+
+def measure(shapes: Shapes, rounds: int) -> Seconds:
+    """Of all contenders, in turns."""
+    steps = {name: make(shapes) for name, make in CONTENDERS.items()}
+    seconds: Seconds = {name: [] for name in steps}
     for turn in range(rounds + 3):
-        for name, optimizer in optimizers.items():
+        for name, step in steps.items():
+            dist.barrier()
             start = time.perf_counter()
-            optimizer.step()
+            step()
             if turn >= 3:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def report(found: dict[str, dict[str, list[float]]]) -> str:
+def report(found: dict[str, Seconds]) -> str:
     lines = [
         "# One step of AdamW",
         "",
-        f"On rows of {WORLD} processes, fp32, {torch.get_num_threads()} threads; ms, the median, and in brackets the median ratio "
-        "to the first line's step of the same turn.",
+        f"On rows of {WORLD} processes of one thread, fp32; ms, the median, and in brackets the median ratio to the first line's step of "
+        "the same turn. In a job: with all that surrounds its steps.",
         f"Written by `python bench/optimizer.py` on {platform.processor() or platform.machine()} with {os.cpu_count()} cores, "
         f"torch {torch.__version__}.",
         "",
@@ -90,15 +146,23 @@ def _cell(ours: list[float], base: list[float]) -> str:
     return f"{statistics.median(ours) * 1e3:.2f} ({ratio:.2f})"
 
 
+def _process(rank: int, meeting: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
+    found = {name: measure(shapes, rounds) for name, shapes in MODELS.items()}
+    if rank == 0:
+        RESULT.write_text(report(found))
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    torch.manual_seed(0)
-    RESULT.write_text(report({name: measure(shapes, rounds) for name, shapes in MODELS.items()}))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, (f"{folder}/meeting", rounds), WORLD)
     print(RESULT.read_text())
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim import AdamW
+
+import autoshard
+from tests.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,3 +54,19 @@ def test_the_published_text_is_that_of_the_published_figures() -> None:
     text = report.markdown(found)
     assert report.TEXT.read_text() == text
     assert "x the bound of dense gradients" in text and "x its bound" not in text
+
+
+def steps_of_a_job() -> list[str]:
+    """How both say that they stepped, a few steps after the one backward."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    bench, said = importlib.import_module("optimizer"), []
+    for make in (AdamW, autoshard.optim.AdamW):
+        model, optimizer = bench.job([(6, 4), (3,)], make)
+        for _ in range(3):
+            optimizer.step()
+        said += [line for line in str(autoshard.report(model)).splitlines() if "steps: " in line]
+    return said
+
+
+def test_steps_are_measured_as_a_job_takes_them(two: Cluster) -> None:
+    assert two.run(steps_of_a_job) == [["AdamW steps: all parameters at once"] * 2] * 2

@@ -176,6 +176,11 @@ def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pyt
     assert float(spent) > 0
 
 
+def test_what_steps_on_rows_is_modelled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:of_values", "--nproc-per-node", "2"]) == 0
+    assert "the optimizer's own state" not in capsys.readouterr().out
+
+
 def test_a_model_of_which_nothing_is_trained_has_a_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{model}:frozen", "--nproc-per-node", "2", "--memory-budget", "300MiB"]) == 0
     out = capsys.readouterr().out

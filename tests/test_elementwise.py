@@ -19,7 +19,7 @@ from torch import Tensor
 from autoshard.codegen import call_directly
 from autoshard.kernels.elementwise import LONGEST
 from autoshard.kernels.random import uniform
-from autoshard.kernels.region import Region, like
+from autoshard.kernels.region import Region, like, steps_of
 from autoshard.kernels.source import load
 from autoshard.kernels.tuning import Tile
 from autoshard.passes import graphs
@@ -75,6 +75,29 @@ def layer_norm(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
     return [x, *aten.native_layer_norm(x, [x.shape[-1]], weight, weight, 1e-5)]
 
 
+def layer_norm_backward(x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
+    """With the gradient that goes around it."""
+    _, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, weight, 1e-5)
+    dx, dw, db = aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean.detach(), rstd.detach(), weight, weight, [True] * 3)
+    return [dx + grad, dw, db.to(torch.promote_types(db.dtype, torch.float32))]
+
+
+def rms_norm_backward(x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
+    """As autograd writes the gradient of `rms_norm`: in parts."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    scaled = grad * weight
+    inner = (scaled * wide).sum(-1, keepdim=True) * root.pow(3) / x.shape[-1]
+    dw = (grad * (wide * root).to(x.dtype)).sum([0, 1], keepdim=True)
+    return [dw.view(-1), (scaled * root - wide * inner).to(x.dtype)]
+
+
+def fused_rms_norm_backward(x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
+    """Which torch keeps, and takes only the forward apart."""
+    rstd = torch.rsqrt(x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6)
+    return [*aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True] * 2)]
+
+
 def softmax_and_gradient(x: Tensor, grad: Tensor) -> Tensor:
     y = F.softmax(x * 0.3, -1)
     return aten._softmax_backward_data(grad, y, -1, x.dtype)
@@ -111,6 +134,9 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "rotary": (rotary, ((2, 3, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8))),
     "rms_norm": (rms_norm, ((2, 3, 48), (2, 3, 48), (48,))),
     "layer_norm": (layer_norm, ((5, 33), (5, 33), (33,))),
+    "layer_norm_backward": (layer_norm_backward, ((5, 33), (5, 33), (33,))),
+    "rms_norm_backward": (rms_norm_backward, ((2, 3, 48), (2, 3, 48), (48,))),
+    "sums_of_columns": (lambda x, y: [(z := x * y).sum(0), z.relu(), z.sum([0, 1], keepdim=True)][:2], ((37, 9), (37, 9))),
     "softmax": (softmax_and_gradient, ((2, 4, 19), (2, 4, 19))),
     "log_softmax": (lambda x, y: [F.log_softmax(z := x + y, -1), z.sum(-1)], ((6, 100), (100,))),
     "variance": (lambda x, y: (z := x * y).var(-1) + z.amax(-1), ((6, 10), (6, 10))),
@@ -138,9 +164,29 @@ def test_long_rows_are_gone_through_in_blocks(rows: int) -> None:
     check(lambda x: [F.layer_norm(x + 1, x.shape[-1:]), (x + 1).mean(-1)][:1], [x[:, 4:]])
 
 
+@pytest.mark.parametrize("function", [lambda x: F.log_softmax(x * 2, -1), lambda x: F.softmax(x * 30, -1)])
+def test_long_rows_of_a_softmax_are_gone_through_twice(function: Function) -> None:
+    """Its sum is gathered beside its maximum, whatever comes first in a row, or in a place of each block."""
+    x = random((6, LONGEST + 77), torch.float32, 0)
+    x[0, 3], x[1, 5:], x[2], x[3, 7], x[4, :7000] = torch.inf, -torch.inf, -torch.inf, torch.nan, -torch.inf
+    check(function, [x])
+    (region,) = fused(traced(function, [x]))
+    assert region.text.count("for start in range") == 2
+
+
 def test_a_cross_entropy_s_gradient_is_written_once() -> None:
     scores, target = random((6, 11), torch.float32, 0), torch.tensor([1, 0, -100, 10, 3, 3])
     check(cross_entropy_s_gradient, [scores, target, torch.tensor(0.7), torch.tensor(5.0)])
+
+
+def test_the_gradient_that_torch_keeps_of_rms_norm_joins() -> None:
+    """It runs on GPUs alone, so it is compared with autograd's."""
+    x, grad, weight = (random(shape, torch.float32, i) for i, shape in enumerate([(5, 48), (5, 48), (48,)]))
+    assert len(fused(gm := traced(fused_rms_norm_backward, [x, grad, weight]))) == 1
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    F.rms_norm(wide[0], [48], wide[1], 1e-6).backward(grad.double())
+    for ours, exact in zip(run(gm, [x, grad, weight]), wide, strict=True):
+        assert exact.grad is not None and apart(ours, exact.grad) <= 4e-6
 
 
 def test_dropout_is_a_part_of_its_kernel() -> None:
@@ -333,6 +379,37 @@ def test_every_tile_gives_the_same() -> None:
         assert same(region.launched([x], interpret=True), expected)
 
 
+@pytest.mark.parametrize("name", ["layer_norm_backward", "rms_norm_backward", "sums_of_columns"])
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_programs_add_up_several_tiles_of_rows(name: str, steps: int) -> None:
+    """The last ones have none; without columns of many numbers a tile has many rows."""
+    function, ((*_, columns), *_) = FUNCTIONS[name]
+    shapes = [(3, 4096 // 64 * 3, columns)] * 2 + [(columns,)] * (name != "sums_of_columns")
+    inputs = [random(shape, torch.float32, i) for i, shape in enumerate(shapes)]
+    (region,) = fused(gm := traced(function, inputs))
+    sized = region.sized((), False)
+    region.at_sizes[(), False] = dataclasses.replace(sized, tile={**sized.tile, "STEPS": steps})
+    for ours, exact in zip(run(gm, inputs), function(*(x.double() for x in inputs)), strict=True):
+        assert apart(ours, exact) <= 4e-6 * 576**0.5
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_rows_that_are_added_up_may_be_any_number(rows: int) -> None:
+    function, shapes = FUNCTIONS["layer_norm_backward"]
+    gm = traced(function, [random(shape, torch.float32, i) for i, shape in enumerate(shapes)], "rows")
+    (region,) = fused(gm)
+    assert region.sizes and region.totals
+    inputs = [random(shape, torch.float32, i) for i, shape in enumerate([(rows, 33), (rows, 33), (33,)])]
+    for ours, exact in zip(run(gm, inputs), function(*(x.double() for x in inputs)), strict=True):
+        assert apart(ours, exact) <= 8e-6
+
+
+def test_programs_are_few_however_many_rows_there_are() -> None:
+    for rows, each in ((1, 1), (512, 1), (513, 1), (16384, 1), (100_000, 2), (10**7, 32)):
+        programs = -(-rows // (each * steps_of(rows, each)))
+        assert programs <= 512 and (2 * programs > 512 or steps_of(rows, each) == 1)
+
+
 # --- on GPUs
 
 
@@ -356,9 +433,12 @@ def compiled(region: Region, tile: Tile, capability: int) -> Any:
     return compiled_as(function, signature, tile, capability, divisible, num_warps=warps)
 
 
-LARGE = {"rms_norm": 4096, "softmax": LONGEST, "log_softmax": 32000, "layer_norm": LONGEST, "silu_gate": 11008, "gelu_backward": 4096}
+LARGE = {
+    "rms_norm": 4096, "softmax": LONGEST, "log_softmax": 32000, "layer_norm": LONGEST, "silu_gate": 11008, "gelu_backward": 4096,
+    "layer_norm_backward": LONGEST, "rms_norm_backward": 4096,
+}  # fmt: skip
 GPU_CASES = [(name, capability) for name in LARGE for capability in (80, 90)]
-GPU_ALWAYS = {("rms_norm", 80), ("softmax", 90), ("log_softmax", 90), ("gelu_backward", 80)}
+GPU_ALWAYS = {("rms_norm", 80), ("softmax", 90), ("log_softmax", 90), ("gelu_backward", 80), ("layer_norm_backward", 90), ("rms_norm_backward", 80)}
 
 
 @pytest.mark.parametrize(("name", "capability"), [case if case in GPU_ALWAYS else in_full(*case) for case in GPU_CASES])

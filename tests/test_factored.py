@@ -198,12 +198,13 @@ class Many(nn.Module):
         return torch.tanh(self.kernels(y.unsqueeze(-2))).pow(2).mean()
 
 
-def trained(zero: int, begun: bool, by_kernels: bool = False) -> Distance:
-    """begun: the optimizer has stepped before the model was sharded. by_kernels: as on a GPU, by Triton's interpreter."""
+def trained(zero: int, begun: bool, by_kernels: bool = False, kind: Any = autoshard.optim.Adafactor) -> Distance:
+    """begun: the optimizer has stepped before the model was sharded. by_kernels: as on a GPU, by Triton's interpreter. kind: of
+    optimizer."""
     torch.manual_seed(0)
     model = Many()
     plain = rank0_copy(model)
-    optimizer, reference = autoshard.optim.Adafactor(model.parameters()), optim.Adafactor(plain.parameters())
+    optimizer, reference = kind(model.parameters()), optim.Adafactor(plain.parameters())
     distance = Distance()
     if begun:
         for m, o in ((model, optimizer), (plain, reference)):
@@ -230,6 +231,22 @@ def trained(zero: int, begun: bool, by_kernels: bool = False) -> Distance:
 def test_rows_step_as_the_whole(two: Cluster, zero: int, begun: bool) -> None:
     for distance in two.run(trained, zero, begun):
         assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize(("zero", "begun"), [(3, True), in_full(0, True), in_full(1, False)])
+def test_torch_s_own_steps_on_rows_too(two: Cluster, zero: int, begun: bool) -> None:
+    """torch's step fails on DTensors."""
+    for distance in two.run(trained, zero, begun, False, optim.Adafactor):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def test_torch_s_own_is_torch_s_on_a_cpu() -> None:
+    ours, theirs = made(SHAPES), made(SHAPES)
+    optimizers = autoshard.fuse(optim.Adafactor(ours)), optim.Adafactor(theirs)
+    for parameters, optimizer in zip((ours, theirs), optimizers):
+        given_gradients(parameters, 0)
+        optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
 
 
 @needs_triton

@@ -294,7 +294,7 @@ def test_refusals_name_the_value() -> None:
         autoshard.optim.AdamW(net.parameters(), max_norm=0)
     with pytest.raises(ConfigError, match=r"betas=\(0.9, 1.5\)"):
         autoshard.optim.Lion(net.parameters(), betas=(0.9, 1.5))
-    with pytest.raises(UnsupportedError, match="Adagrad cannot be fused: legal: Adam, AdamW, SGD"):
+    with pytest.raises(UnsupportedError, match="Adagrad cannot be fused: legal: Adafactor, Adam, AdamW, SGD"):
         autoshard.fuse(optim.Adagrad(net.parameters()))
     with pytest.raises(UnsupportedError, match="foreach=True says how it steps"):
         autoshard.fuse(optim.AdamW(net.parameters(), foreach=True))

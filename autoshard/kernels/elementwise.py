@@ -7,13 +7,19 @@ rounding and lose NaN. A value is computed once for each place at which it is us
 
 [Note: Rows] Where there are reductions, a program has a few rows, and all numbers that are reduced together. Rows too long
 to be held in registers are gone through in blocks: once for reductions that do not need each other, then for those that need
-these, and for the results.
+these, and for the results. A softmax's sum needs its maximum, but is gathered beside it (arXiv 1805.02867): each place of a block has
+the largest number so far and the sum of exponentials less that, which is made smaller as that rises. So it goes through a row twice.
+
+[Note: Columns] A sum over all rows has a number for each column. Each program goes through several tiles of rows, adds up what it
+has of each column, and leaves that as a line of a tensor, whose lines torch adds up: a fixed order, and as few bytes as there are
+programs. So what is summed so is a result, never read in the kernel, and its rows are held as a whole.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +41,7 @@ from autoshard.kernels.primitives import (
     REDUCTIONS,
     SAME,
     VIEWS,
+    WITH_TOTALS,
     literal,
     name_of,
 )
@@ -91,19 +98,27 @@ class Writer:
         self.length = columns.count
         in_blocks = space.reduces and not (self.length.is_number and self.length <= LONGEST)
         self.out = Statements(rows, columns if space.reduces else None, in_blocks)
+        self.beside = {n: largest for n in graph.nodes if in_blocks and (largest := _subtracted(n))}
         self.known: dict[Any, str] = {}
         self.where: tuple[tuple[str, Expr, Expr], ...] = ()  # what holds of the places that values are wanted of
 
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """The results that are sums over all rows, see [Note: Columns]."""
+        return tuple(i for i, n in enumerate(self.results) if is_total(n))
+
     def write(self, name: str) -> str:
         """The kernel `name` as a module of Python."""
-        for nodes in _levels(self.graph):
+        for nodes in _levels(self.graph, self.beside):
             self._reduce(nodes)
-        full = [i for i, n in enumerate(self.results) if shape_of(n) == self.space.shape]
+        full = [i for i, n in enumerate(self.results) if shape_of(n) == self.space.shape and i not in self.totals]
         with self._blocks(needed=bool(full)):
             for i in full:
                 self._store(i, self.index)
-        for i in sorted({*range(len(self.results))} - {*full}):
+        for i in sorted({*range(len(self.results))} - {*full, *self.totals}):
             self._store(i, self._index_of_rows(self.results[i]))
+        for i in self.totals:
+            self._add_up(i)
         tensors = [*(f"in{i}" for i in range(len(self.given))), *(f"out{i}" for i in range(len(self.results)))]
         return self.out.text(name, tensors, [str(s) for s in open_sizes(self.graph)])
 
@@ -126,23 +141,44 @@ class Writer:
     # --- reductions
 
     def _reduce(self, nodes: Sequence[Node]) -> None:
-        """Those that do not need each other."""
+        """Those that do not need each other, and sums of exponentials beside the maxima that they need."""
         for node in nodes:
             self._check_reduced(node)
-        gathered = [self._gathered(node) for node in nodes] if self.out.in_blocks else []
+        gathered = {node: self._gathered(node) for node in nodes} if self.out.in_blocks else {}
         with self._blocks():
-            parts = [self._in_row(node) for node in nodes]
-            for node, name, part in zip(nodes, gathered, parts):
-                self.out.add(f"{name} = {REDUCTIONS[name_of(node.target)].function}({name}, {part})")
-        for node, part in zip(nodes, gathered or parts):
-            total = self.out.assign(f"tl.reduce({part}, 1, {REDUCTIONS[name_of(node.target)].reducer}, keep_dims=True)")
-            if name_of(node.target) == "mean":
-                total = self.out.assign(f"{total} / ({{0}})", self.length)
-            self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
+            parts = {node: self._in_row(node) for node in nodes if node not in self.beside}
+            for node, name in gathered.items():
+                if node in parts:
+                    self._gather(node, name, parts[node], {s: gathered[s] for s, m in self.beside.items() if m is node})
+        for node, part in (gathered or parts).items():
+            self._finish(node, self._at_most(part, gathered[self.beside[node]], node) if node in self.beside else part)
+
+    def _gather(self, node: Node, name: str, part: str, beside: dict[Node, str]) -> None:
+        """Adds a block to what is gathered. beside: sums of exponentials of what is less than this maximum, by what was gathered of
+        them, which shrinks as that rises. What is at its least adds nothing, also where nothing else was seen."""
+        value = f"{REDUCTIONS[name_of(node.target)].function}({name}, {part})"
+        if beside:
+            value = self.out.assign(value)
+        for total in beside.values():
+            before = f"tl.where({name} == {value}, {total}, {total} * tl.exp({name} - {value}))"
+            self.out.add(f'{total} = {before} + tl.where({part} == float("-inf"), 0, tl.exp({part} - {value}))')
+        self.out.add(f"{name} = {value}")
+
+    def _at_most(self, part: str, most: str, node: Node) -> str:
+        """What was gathered of a sum of exponentials, less the row's maximum instead of each place's."""
+        largest = self.beside[node]
+        return self.out.assign(f"{part} * tl.exp({most} - {self.known[largest, self._index_of_rows(largest), ()]})")
+
+    def _finish(self, node: Node, part: str) -> None:
+        """A row's number, of what all its places have."""
+        total = self.out.assign(f"tl.reduce({part}, 1, {REDUCTIONS[name_of(node.target)].reducer}, keep_dims=True)")
+        if name_of(node.target) == "mean":
+            total = self.out.assign(f"{total} / ({{0}})", self.length)
+        self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
 
     def _check_reduced(self, node: Node) -> None:
         shape, dims = shape_of(_tensors(node)[0]), tuple(range(self.space.split, len(self.space.shape)))
-        if shape != self.space.shape or _reduced_dims(node) != dims or not node.meta["val"].is_floating_point():
+        if shape != self.space.shape or reduced_dims(node) != dims or not node.meta["val"].is_floating_point():
             raise Unsupported(f"{node.target} of {shape} in rows of {self.space}")
 
     def _gathered(self, node: Node) -> str:
@@ -155,6 +191,13 @@ class Writer:
         source = _tensors(node)[0]
         value = self._cast(self._value(source, self.index), source, node)
         return self.out.assign(f"tl.where(rows_there & columns_there, {value}, {REDUCTIONS[name_of(node.target)].neutral})")
+
+    def _add_up(self, position: int) -> None:
+        node = _summed(self.results[position])
+        (source,) = _tensors(node)
+        if self.out.in_blocks or shape_of(source) != self.space.shape or reduced_dims(node) != tuple(range(self.space.split)):
+            raise Unsupported(f"{node.target} of {shape_of(source)} over rows of {self.space}")
+        self.out.add_up(f"out{position}", self._cast(self._value(source, self.index), source, node), _type_of(node))
 
     # --- values
 
@@ -275,14 +318,30 @@ class Writer:
         return self.out.assign(f"{value}.to({_TYPES[dtype]}).to(tl.float32)") if dtype in HALVES else value
 
 
-def _levels(graph: Graph) -> list[list[Node]]:
-    """Reductions that do not need each other, then those that need these, and so on."""
+def _subtracted(node: Node) -> Node | None:
+    """The numbers' maximum, of a sum of exponentials of numbers less that; None of anything else."""
+    less: Any = _first(_first(node, "sum"), "exp")
+    numbers = _first(less, "sub")
+    largest: Any = less.args[1] if numbers is not None else None
+    if numbers is None or _first(largest, "amax") is not numbers or reduced_dims(largest) != reduced_dims(node):
+        return None
+    return largest if largest.meta["val"].dtype is node.meta["val"].dtype else None
+
+
+def _first(node: Any, name: str) -> Any:
+    """The first argument of an operation of this name; None of anything else."""
+    return node.args[0] if isinstance(node, Node) and name_of(node.target) == name else None
+
+
+def _levels(graph: Graph, beside: Mapping[Node, Node]) -> list[list[Node]]:
+    """Reductions that do not need each other, then those that need these, and so on. beside: what is reduced together with what it
+    needs."""
     depth: dict[Node, int] = {}
     levels: dict[int, list[Node]] = {}
     for node in graph.nodes:
         depth[node] = max((depth[a] for a in node.all_input_nodes), default=0)
-        if name_of(node.target) in REDUCTIONS:
-            depth[node] += 1
+        if name_of(node.target) in REDUCTIONS and not adds_rows(node):
+            depth[node] += node not in beside
             levels.setdefault(depth[node], []).append(node)
     return [levels[k] for k in sorted(levels)]
 
@@ -302,11 +361,37 @@ def is_plain(node: Node) -> bool:
     return not node.kwargs and len(node.args) == len(arguments) and all(isinstance(a, Node | int | float) for a in node.args)
 
 
+def adds_rows(node: Node) -> bool:
+    """Whether it is a sum over first dimensions but not over all."""
+    if name_of(node.target) != "sum":
+        return False
+    dims = reduced_dims(node)
+    return len(dims) < len(shape_of(node.args[0])) and dims == tuple(range(len(dims)))
+
+
+def is_total(node: Any) -> bool:
+    """Whether it is, or is but for its shape or dtype, a sum over rows, which is known when all of them were gone through."""
+    if not isinstance(node, Node):
+        return False
+    if node.target is operator.getitem:
+        made, item = node.args
+        return bool(item) and name_of(made.target) in WITH_TOTALS  # type: ignore[union-attr]
+    return is_total(node.args[0]) if name_of(node.target) in VIEWS | SAME else adds_rows(node)
+
+
+def _summed(node: Any) -> Node:
+    """The sum that a total is, which is rounded once, to what it becomes in the end."""
+    while not adds_rows(node):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
 def _tensors(node: Node) -> list[Node]:
     return [a for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
 
 
-def _reduced_dims(node: Node) -> tuple[int, ...]:
+def reduced_dims(node: Node) -> tuple[int, ...]:
+    """The dimensions that a reduction is over, in order."""
     count = len(shape_of(_tensors(node)[0]))
     dims: Any = node.args[1] if len(node.args) > 1 else ()
     return tuple(sorted(d % count for d in dims)) if dims else tuple(range(count))

@@ -56,9 +56,11 @@ DRAWN = "keep"  # see `random`
 _BESIDE_ATEN = {("prims", "iota"), ("prims", "convert_element_type"), ("autoshard", DRAWN)}
 JOINS = frozenset(["cat", "slice_backward"])  # a number of theirs is one of several's
 
-# Taken apart into the above. Those of `native_layer_norm_backward` and of batch norms reduce over the wrong dimensions, that of
-# `nll_loss_forward` looks up and then sums over rows, and `log_sigmoid_forward` gives a tensor of nothing beside its result.
-COMPOSITE = frozenset(["gelu", "gelu_backward", "silu", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "addcmul", "addcdiv", "masked_fill", "native_dropout_backward", "pow", "square", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "native_layer_norm", "var_mean", "var", "nll_loss_backward", "mse_loss_backward", "elu", "elu_backward", "softplus", "softplus_backward", "hardswish", "hardswish_backward", "glu", "glu_backward"])
+WITH_TOTALS = frozenset(["native_layer_norm_backward", "_fused_rms_norm_backward"])  # whose items behind the first are sums over rows
+
+# Taken apart into the above. Those of batch norms reduce over the wrong dimensions, that of `nll_loss_forward` looks up and then
+# sums over rows, and `log_sigmoid_forward` gives a tensor of nothing beside its result.
+COMPOSITE = frozenset(["gelu", "gelu_backward", "silu", "silu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "addcmul", "addcdiv", "masked_fill", "native_dropout_backward", "pow", "square", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm_backward", "var_mean", "var", "nll_loss_backward", "mse_loss_backward", "elu", "elu_backward", "softplus", "softplus_backward", "hardswish", "hardswish_backward", "glu", "glu_backward"])
 
 HELPERS = '''
 plus = tl.standard._sum_combine  # what tl.sum adds with, which Triton's interpreter knows and does at once

@@ -30,6 +30,7 @@ _FAR = 1 << 31  # bytes beyond which places are counted in 64 bits
 _NUMBERS = 1024  # that a program goes through where nothing is reduced
 _TILE = 2048  # that it has of rows, if one is not longer
 _BLOCK = 2048  # of a row that is too long to be held
+_LINES = 512  # that programs leave at most, where they add up rows
 Wrap = Callable[[Any], Any]
 Numbers = Mapping[Symbol, Any]  # of the sizes that a trace left open
 
@@ -81,11 +82,16 @@ class Sized:
     rows: Any
     tile: Tile
 
+    def programs(self, tile: Tile) -> Any:
+        """How many go through all rows."""
+        return -(-self.rows // (tile["ROWS"] * tile.get("STEPS", 1)))
+
 
 @dataclass(frozen=True, eq=False)
 class Region:
     """name: of its operator. graph: its operations as they were, which give a list. text: its kernel, as a module of
-    Python. in_blocks: rows are not held as a whole. sizes: of each open size, the input and the dimension that it is."""
+    Python. in_blocks: rows are not held as a whole. sizes: of each open size, the input and the dimension that it is. totals: the
+    outputs that are sums over all rows, see [Note: Columns]."""
 
     name: str
     graph: GraphModule
@@ -95,6 +101,7 @@ class Region:
     inputs: tuple[Laid, ...]
     outputs: tuple[Laid, ...]
     sizes: tuple[tuple[Symbol, int, int], ...]
+    totals: tuple[int, ...] = ()
     at_sizes: dict[Any, Sized] = field(default_factory=dict)  # what is below takes longer than a launch
     tried: dict[Any, tuple[str, list[Tile]]] = field(default_factory=dict)
 
@@ -110,11 +117,11 @@ class Region:
         sized = self.sized(sizes, wide) if traced else self._known(sizes, wide)
         device = tensors[0].device
         given = [laid.holds(t) for laid, t in zip(sized.given, tensors)]
-        made = [laid.empty(device) for laid in sized.made]
+        made = [self._lines(sized, i, device) if i in self.totals else laid.empty(device) for i, laid in enumerate(sized.made)]
         kernel = wrap(source.load(self.name, self.text, interpret))
 
         def launch(tile: Tile) -> None:
-            kernel[(-(-sized.rows // tile["ROWS"]),)](*given, *made, *sizes, **tile)
+            kernel[(sized.programs(tile),)](*given, *made, *sizes, **tile)
 
         if any(t.numel() for t in made):
             with source.launching_on(device):
@@ -122,7 +129,13 @@ class Region:
                     launch(sized.tile)
                 else:
                     tuning.at_work(*self._tiles((sizes, wide, device), sized), launch, tuning.recorded, device.index)
-        return made
+        return [_added_up(t, laid) if i in self.totals else t for i, (t, laid) in enumerate(zip(made, sized.made))]
+
+    def _lines(self, sized: Sized, output: int, device: torch.device) -> Tensor:
+        """Where each program leaves what it has of a sum over rows."""
+        laid = sized.made[output]
+        precise = torch.float64 if laid.dtype is torch.float64 else torch.float32
+        return torch.empty(sized.programs(sized.tile), math.prod(laid.shape), dtype=precise, device=device)
 
     def _stays(self) -> bool:
         """Whether its tile is not chosen by measuring: sums would round otherwise than on other processes, and nothing can
@@ -153,7 +166,25 @@ class Region:
         held = _BLOCK if self.in_blocks else 1 << max(0, columns - 1).bit_length()
         each = max(1, _TILE // held)
         warps = min(16, max(4, each * held // 512))
-        return Sized(given, made, rows, {"ROWS": each, "COLUMNS": held, "WIDE": wide, "num_warps": warps})
+        steps = {"STEPS": steps_of(rows, each)} if self.totals else {}
+        return Sized(given, made, rows, {"ROWS": each, "COLUMNS": held, **steps, "WIDE": wide, "num_warps": warps})
+
+
+def steps_of(rows: Any, each: int) -> int:
+    """How many tiles of so many rows a program goes through where it adds them up: few kernels for many sizes, and one for those
+    that are not known while it is traced."""
+    return 1 << (-(-rows // (each * _LINES)) - 1).bit_length() if isinstance(rows, int) and rows else 8
+
+
+def _added_up(lines: Tensor, laid: Laid) -> Tensor:
+    """What all programs have found of a sum."""
+    return laid.holds(lines.sum(0).view(laid.shape).to(laid.dtype))
+
+
+def lines_of(rows: int, columns: int) -> int:
+    """How many numbers programs leave of one sum over rows."""
+    each = max(1, _TILE // (1 << max(0, columns - 1).bit_length()))
+    return -(-rows // (each * steps_of(rows, each))) * columns
 
 
 def like(tile: Tile) -> list[Tile]:
@@ -200,7 +231,7 @@ def region_of(graph: GraphModule, space: Space) -> Region:
         sizes = tuple(_found(symbol, inputs) for symbol in open_sizes(primitives.graph))
         for node in graph.graph.nodes:
             node.meta.clear()  # the trace would live as long as the operator
-        _known[described] = Region(name, graph, text, space, writer.out.in_blocks, inputs, outputs, sizes)
+        _known[described] = Region(name, graph, text, space, writer.out.in_blocks, inputs, outputs, sizes, writer.totals)
     return _known[described]
 
 

@@ -39,12 +39,15 @@ class Loop:
 
 @dataclass
 class Statements:
-    """In order. columns: what is reduced together; None where nothing is. in_blocks: a row is gone through in loops."""
+    """In order. columns: what is reduced together; None where nothing is. in_blocks: a row is gone through in loops. begun, ended:
+    before a program's rows and behind them, where it goes through several to add them up."""
 
     rows: Run
     columns: Run | None = None
     in_blocks: bool = False
     all: list[Statement | Loop] = field(default_factory=list)
+    begun: list[Statement] = field(default_factory=list)
+    ended: list[Statement] = field(default_factory=list)
     inside: Loop | None = None
     names: int = 0
 
@@ -76,6 +79,16 @@ class Statements:
         mask = " & ".join(f"{name}s_there" for name, _ in runs)
         self.add(f"tl.store({tensor} + {{0}}{''.join(flat)}, {value}, mask={mask})", place)
 
+    def add_up(self, tensor: str, value: str, kind: str) -> None:
+        """The sums of a value over all rows of a program, one for each column, to a line of a tensor. kind: of these numbers."""
+        assert self.columns is not None
+        self.names += 1
+        total = f"v{self.names}"
+        self.begun.append(Statement(f"{total} = tl.full((ROWS, COLUMNS), 0, {kind})"))
+        self.add(f"{total} += tl.where(rows_there & columns_there, {value}, 0)")
+        place = f"{tensor} + first * {as_text(self.columns.count)} + column"
+        self.ended.append(Statement(f"tl.store({place}, tl.reduce({total}, 0, plus, keep_dims=True), mask=columns_there)"))
+
     @contextmanager
     def loop(self) -> Iterator[None]:
         """For each block of a row."""
@@ -90,9 +103,9 @@ class Statements:
         rows, gone = merged(self.rows, places)
         columns, gone_too = merged(self.columns, places) if self.columns else (None, {})
         printed = _Printed(rows, columns, gone | gone_too, self.in_blocks, tuple(sizes))
-        constants = ["ROWS", *(["COLUMNS"] if columns else []), "WIDE"]
+        constants = ["ROWS", *(["COLUMNS"] if columns else []), *(["STEPS"] if self.ended else []), "WIDE"]
         arguments = ", ".join([*tensors, *sizes, *(f"{c}: tl.constexpr" for c in constants)])
-        body = "\n".join("    " + line for line in printed.lines(self.all))
+        body = "\n".join("    " + line for line in printed.lines(self))
         helpers = HELPERS + (HELPER if "uniform(" in body else "")
         return "\n".join([_HEAD, helpers, "", "@triton.jit", f"def {name}({arguments}):", body, ""])
 
@@ -111,17 +124,27 @@ class _Printed:
     in_blocks: bool
     sizes: tuple[str, ...]
 
-    def lines(self, statements: Sequence[Statement | Loop]) -> Iterator[str]:
+    def lines(self, statements: Statements) -> Iterator[str]:
         """The kernel's body."""
         for size in self.sizes:  # which come with 32 bits each, and so would their products
             yield f"{size} = tl.cast({size}, tl.int64) if WIDE else {size}"
         yield "first = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)"
-        yield "row = first * ROWS + tl.arange(0, ROWS)" + ("[:, None]" if self.columns else "")
-        yield f"rows_there = row < {as_text(self.rows.count)}"
-        yield from _symbols("row", self.rows)
         if self.columns and not self.in_blocks:
             yield f"column = {_COLUMNS}"
             yield from self._columns(self.columns)
+        if not statements.ended:
+            yield from self._rows("first", statements.all)
+            return
+        yield from map(self._text, statements.begun)
+        yield "for step in range(0, STEPS):"
+        yield from ("    " + line for line in self._rows("(first * STEPS + step)", statements.all))
+        yield from map(self._text, statements.ended)
+
+    def _rows(self, number: str, statements: Sequence[Statement | Loop]) -> Iterator[str]:
+        """What is done for the rows that a program has at once, of which it is this number."""
+        yield f"row = {number} * ROWS + tl.arange(0, ROWS)" + ("[:, None]" if self.columns else "")
+        yield f"rows_there = row < {as_text(self.rows.count)}"
+        yield from _symbols("row", self.rows)
         for item in statements:
             yield from self._loop(item) if isinstance(item, Loop) else (self._text(item),)
 

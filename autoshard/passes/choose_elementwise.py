@@ -13,6 +13,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sympy import sympify
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,15 @@ from torch.utils._pytree import tree_leaves
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.work import Work
-from autoshard.kernels.elementwise import Space, is_plain, shape_of
+from autoshard.kernels.elementwise import (
+    LONGEST,
+    Space,
+    adds_rows,
+    is_plain,
+    is_total,
+    reduced_dims,
+    shape_of,
+)
 from autoshard.kernels.primitives import (
     COMPOSITE,
     CONSTANT,
@@ -30,11 +39,14 @@ from autoshard.kernels.primitives import (
     REDUCTIONS,
     SAME,
     VIEWS,
+    WITH_TOTALS,
     name_of,
 )
+from autoshard.kernels.region import lines_of
 from autoshard.passes import graphs
 
 _OF_LAST_DIMENSION = frozenset(["_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data"])
+_OF_ROWS = frozenset(["native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm_backward"])
 _KINDS = frozenset(POINTWISE) | SAME | CONSTANT | JOINS | COMPOSITE | {DRAWN}
 _PROGRAMS = 100  # that together keep a GPU's memory busy
 _PER_PROGRAM = 2048  # numbers
@@ -108,7 +120,7 @@ class _Grouping:
             self.open.clear()  # what was to be read before it must not be read after it
         if node.target is operator.getitem and node.args[0] in self.of:
             self._put([node], self.of[node.args[0]])  # type: ignore[index]
-        elif name_of(node.target) in VIEWS:
+        elif name_of(node.target) in VIEWS or (name_of(node.target) in SAME and is_total(node)):
             self._see_view(node)
         elif (space := _space(node)) is not None:
             region = Region(space, [node])
@@ -125,7 +137,7 @@ class _Grouping:
         self.of.update(dict.fromkeys(nodes, region))
 
     def _see_view(self, node: Node) -> None:
-        """A view of what is in a region is in it too."""
+        """A view of what is in a region is in it too, and so is a total of another dtype."""
         region = self.of.get(node.args[0])  # type: ignore[arg-type]
         if region is not None and id(region) in self.open and _reads_tensors(node) and self._may_move(region.nodes, node):
             self._put([node], region)
@@ -142,6 +154,8 @@ class _Grouping:
         if id(earlier) not in self.open or not self._may_move(earlier.nodes, node):
             return
         inside = {*earlier.nodes, *region.nodes, node}
+        if any(is_total(a) and a in inside for n in inside if not is_total(n) for a in n.all_input_nodes):
+            return  # a total is not known before the kernel's end
         space = _common(earlier.space, region.space)
         if space is None and not earlier.space.reduces and all(u in inside for n in earlier.nodes for u in n.users):
             space = region.space
@@ -172,8 +186,10 @@ def _space(node: Node) -> Space | None:
         return None
     if name in POINTWISE and not is_plain(node):
         return None
-    if name in ("native_layer_norm", "sum", "mean", "amax", "amin", "var_mean", "var"):
-        return _space_of_rows(node, name)
+    if name in _OF_ROWS:
+        return _space_of_a_norm(node, name)
+    if name in ("sum", "mean", "amax", "amin", "var_mean", "var"):
+        return _space_of_rows(node)
     shape = shape_of(node)
     if not shape and name in _OF_LAST_DIMENSION:
         return None
@@ -183,18 +199,31 @@ def _space(node: Node) -> Space | None:
     return Space(shape, split)
 
 
-def _space_of_rows(node: Node, name: str) -> Space | None:
-    source, *rest = node.args
+def _space_of_a_norm(node: Node, name: str) -> Space | None:
+    arguments: Any = node.args[1:] if name in WITH_TOTALS else node.args
+    shape = shape_of(arguments[0])
+    space = Space(shape, len(shape) - len(arguments[1]))
+    totals = name in WITH_TOTALS and any(arguments[-1][1:])
+    return space if _is_held(space) or not totals else None
+
+
+def _space_of_rows(node: Node) -> Space | None:
+    source: Any = node.args[0]
     shape = shape_of(source)
-    if not shape:
+    if not shape or not source.meta["val"].is_floating_point():
         return None
-    if name == "native_layer_norm":
-        return Space(shape, len(shape) - len(rest[0]))  # type: ignore[arg-type]
-    given: Any = rest[0] if rest and rest[0] else range(len(shape))
-    dims = sorted(d % len(shape) for d in given)
+    dims = reduced_dims(node)
+    if adds_rows(node):
+        space = Space(shape, len(dims))
+        return space if _is_held(space) else None
     split = len(shape) - len(dims)
-    trailing = bool(dims) and dims == list(range(split, len(shape)))
-    return Space(shape, split) if trailing and source.meta["val"].is_floating_point() else None  # type: ignore[union-attr]
+    return Space(shape, split) if dims == tuple(range(split, len(shape))) else None
+
+
+def _is_held(space: Space) -> bool:
+    """Whether rows are held as a whole, as they must be to be added up, see [Note: Columns]."""
+    columns = math.prod(space.shape[space.split :])
+    return bool(sympify(columns).is_number and columns <= LONGEST)
 
 
 def _last(node: Node) -> int:
@@ -207,7 +236,7 @@ def _reads_tensors(node: Node) -> bool:
     """Whether a call takes and gives tensors alone, all on one device."""
     if node.op != "call_function" or "val" not in node.meta:
         return False
-    values = [v for n in (node, *node.all_input_nodes) for v in tree_leaves(n.meta.get("val"))]
+    values = [v for n in (node, *node.all_input_nodes) for v in tree_leaves(n.meta.get("val")) if v is not None]
     return all(isinstance(v, Tensor) for v in values) and len({v.device for v in values}) == 1
 
 
@@ -224,8 +253,10 @@ def _gains(region: Region, device: Device) -> bool:
     if len(alone) < 2 or not region.given():
         return False
     apart = sum(_seconds(_bytes([n, *n.all_input_nodes]), device) for n in alone)
-    together = _bytes([*region.given(), *region.results()])
-    return apart > _seconds(together * _idle(region), device)
+    apart += sum(_seconds(_bytes(n.all_input_nodes), device) for n in alone if name_of(n.target) in WITH_TOTALS)  # torch reads them again
+    lines, totals = _lines(region), [r for r in region.results() if is_total(r)]
+    together = _bytes([*region.given(), *region.results()]) + len(totals) * lines
+    return apart > _seconds(together * _idle(region), device) + len(totals) * _seconds(lines, device)
 
 
 def _seconds(moved: float, device: Device) -> float:
@@ -233,7 +264,7 @@ def _seconds(moved: float, device: Device) -> float:
 
 
 def _bytes(nodes: list[Node]) -> int:
-    tensors = [t for n in nodes for t in tree_leaves(n.meta["val"])]
+    tensors = [t for n in nodes for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor)]
     return sum(math.prod(map(_hint, t.shape)) * t.element_size() for t in tensors)
 
 
@@ -242,11 +273,21 @@ def _hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, SymInt) else int(size)
 
 
+def _lines(region: Region) -> int:
+    """Bytes that programs leave of a sum over rows."""
+    return 4 * lines_of(*_numbers(region)) if region.space.reduces else 0
+
+
+def _numbers(region: Region) -> tuple[int, int]:
+    """(rows, columns) that a region goes through, as they were in the trace."""
+    reads = (a for n in region.nodes for a in n.all_input_nodes)
+    numbers = next([*map(_hint, a.meta["val"].shape)] for a in reads if shape_of(a) == region.space.shape)
+    return math.prod(numbers[: region.space.split]), math.prod(numbers[region.space.split :])
+
+
 def _idle(region: Region) -> float:
     """How many times as long memory takes since few rows are worked on at once."""
     if not region.space.reduces:
         return 1.0
-    reads = (a for n in region.nodes for a in n.all_input_nodes)
-    numbers = next([*map(_hint, a.meta["val"].shape)] for a in reads if shape_of(a) == region.space.shape)
-    rows, columns = (math.prod(part) for part in (numbers[: region.space.split], numbers[region.space.split :]))
+    rows, columns = _numbers(region)
     return max(1.0, _PROGRAMS / max(1, rows // max(1, _PER_PROGRAM // max(1, columns))))

@@ -18,13 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from autoshard import torch_internals
+from autoshard.errors import UnsupportedError
 from autoshard.kernels import adafactor, launcher, multi_tensor
 from autoshard.kernels.adafactor import Matrix, Numbers, Passes
+from autoshard.runtime import fused_step
 from autoshard.runtime.dtensors import dtensor_of, local, over_processes
+
+HOW = "on rows, with two collectives"
 
 
 @dataclass(eq=False)
@@ -224,6 +229,31 @@ def take(optimizer: Optimizer, scale: Tensor | None = None, interpret: bool = Fa
     passes.write(_over_processes(entries, passes.squares()))
     stepped = [e.parameter for e in entries]
     torch.autograd.graph.increment_version([*stepped, *map(local, stepped)])  # a graph may have saved either
+
+
+def why_not(stepped: Sequence[nn.Parameter]) -> str:
+    """Why a step of these cannot be taken, or not now; "" if it can."""
+    return fused_step.while_captured() or next(filter(None, map(unfit, stepped)), "")
+
+
+def can_take_over(optimizer: Optimizer) -> bool:
+    """True of exactly torch's own class, whose numbers these are, without hooks."""
+    return type(optimizer) is optim.Adafactor and not torch_internals.has_step_hooks(optimizer)
+
+
+def take_over(optimizer: Optimizer, closure: bool, sharded: bool) -> bool:
+    """Takes a step of torch.optim.Adafactor; False where that is torch's to take. Of plain tensors on a CPU it is, on which torch goes
+    through memory less often."""
+    if closure or not can_take_over(optimizer):
+        return False
+    stepped = fused_step.stepped_by(optimizer)
+    reason = why_not(stepped)
+    if sharded and reason:
+        raise UnsupportedError(f"torch.optim.Adafactor cannot step {reason}")
+    if reason or not (sharded or all(p.is_cuda for p in stepped) and not fused_step.unfusable(optimizer)):
+        return False
+    take(optimizer)
+    return True
 
 
 def _square(values: Tensor) -> Tensor:

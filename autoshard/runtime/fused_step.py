@@ -403,14 +403,14 @@ def _whole(number: Tensor | None) -> Tensor | None:
 
 def unfusable(optimizer: Optimizer) -> str:
     """Why its steps cannot be taken for it; "" if they can. A subclass of torch's may do anything in its step."""
-    if type(optimizer) not in FAMILIES:
-        return f"legal: {', '.join(sorted(kind.__name__ for kind in FAMILIES))} of torch.optim"
+    if type(optimizer) not in (*FAMILIES, optim.Adafactor):
+        return f"legal: {', '.join(sorted(kind.__name__ for kind in (*FAMILIES, optim.Adafactor)))} of torch.optim"
     chosen = [n for n in ("differentiable", "capturable", "foreach") if any(g.get(n) for g in optimizer.param_groups)]
     return f"{chosen[0]}=True says how it steps" if chosen else ""
 
 
 def take_over(optimizer: Optimizer, closure: bool) -> bool:
     """Takes a step of one of torch.optim's; False if it cannot."""
-    if closure or unfusable(optimizer) or torch_internals.has_step_hooks(optimizer):
+    if type(optimizer) not in FAMILIES or closure or unfusable(optimizer) or torch_internals.has_step_hooks(optimizer):
         return False
     return not take(optimizer, FAMILIES[type(optimizer)], lambda: gradients_of(optimizer))

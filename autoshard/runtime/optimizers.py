@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive, thawed
 from autoshard.kernels.multi_tensor import HALVES
-from autoshard.runtime import fused_step
+from autoshard.runtime import factored, fused_step
 from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
@@ -96,18 +96,19 @@ def _is_zero(rate: Any) -> bool:
 
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
     """Refuses by name what fails, or does nothing, on DTensors and cannot step on rows."""
-    if fused_step.steps_itself(optimizer) or (can_step_locally(optimizer) and not closure):
+    on_rows = can_step_locally(optimizer) or factored.can_take_over(optimizer)
+    if fused_step.steps_itself(optimizer) or (on_rows and not closure):
         return
     kind = type(optimizer).__name__
     fused_sgd = kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups)
     quantized = "8bit" in kind or "4bit" in kind or type(optimizer).__module__.startswith("bitsandbytes")
     if kind in _NOT_ON_DTENSORS or fused_sgd or quantized:
         what = "SGD(fused=True)" if fused_sgd else kind
-        rows = ", or this one without hooks, closure or `differentiable`" if type(optimizer) in ELEMENTWISE else ""
-        ours = ", autoshard.optim.Adafactor" if kind == "Adafactor" else ""
+        itself = type(optimizer) in (*ELEMENTWISE, Adafactor)
+        rows = ", or this one without hooks, closure or `differentiable`" if itself else ""
         raise UnsupportedError(
             f"optimizer {what} cannot step on sharded parameters; legal: those of torch.optim that are elementwise "
-            f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}{ours}, or zero=0"
+            f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}, or zero=0"
         )
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
-from autoshard.runtime import beside, fused_step, local_step, scaler
+from autoshard.runtime import beside, factored, fused_step, local_step, scaler
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import check_steps_on_shards, load_rows, scatter_loaded, stands_still
 from autoshard.runtime.state import ModelState, any_live, stepped_by
@@ -114,6 +114,8 @@ def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> tu
         return how, False
     if (fuses or optimizer in fused_step.asked_for) and fused_step.take_over(optimizer, closure):
         return "all parameters at once", True
+    if (sharded or fuses or optimizer in fused_step.asked_for) and factored.take_over(optimizer, closure, sharded):
+        return factored.HOW, True
     if sharded and local_step.take_over(optimizer, closure):
         return "on rows, by torch", True
     return "by torch", False
