@@ -1,4 +1,15 @@
-"""From a graph to something that runs: AOTAutograd, our passes around the partition, then Inductor or eager."""
+"""From a graph to something that runs: AOTAutograd, our passes around the partition, then Inductor or eager.
+
+[Note: Order before calls] The plan says in which order gathers start, and in which reductions do; how the two take turns in a backward
+follows from a process's own graph. Where one process goes through its blocks another way than others (by a branch, on its data), each
+waits in it for what another would send only after that. Sends have streams of their own for gathers and for reductions, but wait for
+each other all the same. Where all start everything in one order nobody can: what was started first and has not ended, all have started
+or will, since they wait for nothing but what ended. So a call says in which order it and its backward start what they do
+(`Collectives.order`), and lockstep refuses another one. That must be known when forward is called, long before AOTAutograd compiles the
+backward. So the passes that decide it run as part of the partition, on both halves; code is generated when AOTAutograd asks for it. It
+could be asked to do so at once (`force_non_lazy_backward_lowering`), but would then take for granted that no backward keeps its graph,
+and generate code for backwards that never come.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +167,12 @@ class Compilation:
                 return _boxed(graph)
             return torch_internals.inductor_alone(graph, is_backward=phase == "backward", is_inference=phase == "inference")
 
-    def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def partition(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Forward and backward, parted and as code is generated for them but for the last passes, see [Note: Order before calls]."""
+        forward, backward = self.part(joint, inputs, **kwargs)
+        return self.split(forward, "forward"), self.split(backward, "backward")
+
+    def part(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
         halves = self._cut(self._joint(joint, self.context), inputs, **kwargs)
         if self.collectives is not None:
@@ -181,17 +197,25 @@ class Compilation:
         return forward, backward
 
     def split(self, gm: GraphModule, phase: Phase) -> GraphModule:
-        """The passes of the last stage, on one of the graphs that code is generated for."""
-        context = replace(self.context, phase=phase)
-        if phase == "inference":
-            gm = self._joint(gm, context)
-            if self.collectives is not None:
-                self.collectives.note(graphs.collectives(gm))
-        return self.manager.run(("split", "code"), gm, context)
+        """The passes that decide in which order a graph communicates."""
+        gm = self.manager.run(("split",), gm, replace(self.context, phase=phase))
+        if self.collectives is not None:
+            self.collectives.note_order(phase, graphs.started(gm))
+        return gm
+
+    def infer(self, gm: GraphModule) -> GraphModule:
+        """A graph without a backward as `partition` leaves one that has it."""
+        gm = self._joint(gm, replace(self.context, phase="inference"))
+        if self.collectives is not None:
+            self.collectives.note(graphs.collectives(gm))
+        return self.split(gm, "inference")
 
     def last(self, gm: GraphModule, phase: Phase) -> GraphModule:
-        """The last passes on a graph of a block, which has no others."""
+        """The last passes, on any graph that code is generated for; one of a block has had no others."""
         return self.manager.run(("code",), gm, replace(self.context, phase=phase))
+
+    def _finished(self, gm: GraphModule, phase: Phase) -> GraphModule:
+        return self.last(self.infer(gm) if phase == "inference" else gm, phase)
 
     def _whole(self, inputs: Sequence[Any]) -> list[Any]:
         """Inputs as AOTAutograd takes them."""
@@ -211,7 +235,7 @@ class Compilation:
         def compiler(phase: Phase) -> Callable[..., Any]:
             def compile_one(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
                 with self.phases.phase(phase, _size(graph)):
-                    return _boxed(self.split(graph, phase))
+                    return _boxed(self._finished(graph, phase))
 
             return compile_one
 
@@ -238,7 +262,7 @@ class Compilation:
             elif kwargs.get("is_backward"):
                 phase = "backward"
             with self.phases.phase(phase, _size(graph)):
-                graph = self.split(graph, phase)
+                graph = self._finished(graph, phase)
                 if phase != "backward":  # which is given what forward saves, as that lies there
                     graph_inputs = self._rows(graph, graph_inputs)
                     gathered = {n for n, whole in self._wholes_of(graph).items() if whole.sharded}

@@ -231,12 +231,12 @@ class _Rehearsal(Compilation):
 
     def finish(self, joint: Joint, blocks: tuple[Block, ...]) -> Rehearsed:
         """Parts the graph and runs the last passes."""
-        halves = joint.halves(self.partition)
+        halves = joint.halves(self.part)
         links = _links(halves)
         if halves.backward is None:
-            return Rehearsed(self.split(halves.forward, "inference"), None, halves.results, {}, blocks)
+            return Rehearsed(self.last(self.infer(halves.forward), "inference"), None, halves.results, {}, blocks)
         forward, backward = self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
-        return Rehearsed(forward, backward, halves.results, links, blocks)
+        return Rehearsed(self.last(forward, "forward"), self.last(backward, "backward"), halves.results, links, blocks)
 
 
 @dataclass(frozen=True)

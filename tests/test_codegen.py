@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
 
 import autoshard
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import ConfigError
 from autoshard.passes.dump import Dump
+from autoshard.planning import first_look
 from tests.cluster import Cluster
 from tests.launch import launch
 from tests.small import TOLERANCE, compiled_pair, config, in_full
@@ -75,7 +81,8 @@ def test_another_plan_s_code_is_not_run(fresh_cache: Path) -> None:
     assert len(totals) == 1
 
 
-COLLECTIVE = re.compile(r"(?:^|= )torch\.ops\.(?:autoshard|_c10d_functional)\.(gather_direct|exchange_direct|swap_direct|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce)(?:_out|_)?\b")
+OPS = "gather_direct|exchange_direct|swap_direct|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce"
+COLLECTIVE = re.compile(rf"(?:^|= )torch\.ops\.(?:autoshard|_c10d_functional)\.({OPS})(?:_out|_)?\b")
 
 
 def _sequence(code: str) -> list[str]:
@@ -84,23 +91,48 @@ def _sequence(code: str) -> list[str]:
     return [m[1] for line in lines if (m := COLLECTIVE.search(line.strip()))]
 
 
-def _order(zero: int, folder: Path) -> list[tuple[list[str], list[str]]]:
-    """Of forward and backward: the collectives that the passes left, and those in Inductor's code."""
-    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8))
-    step = torch.compile(model, backend=autoshard.backend(config(zero, codegen="inductor", dump_dir=folder)))
+EXECUTED = re.compile(rf"(?:autoshard|_c10d_functional)::({OPS})(?:_out|_)?$")
+
+
+def _executed(run: Callable[[], Tensor]) -> list[str]:
+    """The collectives that torch's profiler sees started, in order."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [m[1] for event in events if (m := EXECUTED.match(event.name))]
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+
+def _order(zero: int, direct: bool, folder: Path) -> list[tuple[list[str], list[str], list[str]]]:
+    """Of forward and backward: the collectives that the passes left, those in Inductor's code, and those of a step later."""
+    plan = first_look(_model(), config(zero), Machines(1, 2, DEVICES["cpu"]))
+    plan = plan if direct else replace(plan, direct=False, direct_sums=False)
+    options = config("auto", plan=plan, replicate_below="auto", codegen="inductor", dump_dir=folder)
+    step = torch.compile(_model(), backend=autoshard.backend(options))
     with torch._inductor.config.patch(force_disable_caches=True):  # what a cache gives leaves no code to read
         _, codes = run_and_get_code(lambda: step(torch.ones(4, 8)).sum().backward())
+    losses: list[Tensor] = []
+    ran = [_executed(lambda: losses.append(step(torch.ones(4, 8)).sum())), _executed(lambda: losses[0].backward())]
     mine = folder / f"rank{dist.get_rank()}"
     dumps = [next(mine.glob(f"*_overlap_{phase}_after.py")) for phase in ("forward", "backward")]
-    return [(_sequence(dump.read_text()), _sequence(code)) for dump, code in zip(dumps, codes, strict=True)]
+    return [(_sequence(dump.read_text()), _sequence(code), order) for dump, code, order in zip(dumps, codes, ran, strict=True)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("zero", [0, 3])
-def test_the_planned_order_is_in_the_generated_code(two: Cluster, tmp_path: Path, zero: int) -> None:
-    for forward, backward in two.run(_order, zero, tmp_path):
-        assert forward[0] == forward[1] and backward[0] == backward[1]
-        assert len(forward[0]) == (3 if zero else 0) and len(backward[0]) == (4 if zero else 3)  # of three groups the last one stays gathered
+@pytest.mark.parametrize(("zero", "direct"), [(3, True), in_full(3, False), in_full(0, True), in_full(0, False)])
+def test_the_planned_order_is_generated_and_executed(two: Cluster, tmp_path: Path, zero: int, direct: bool) -> None:
+    """In backward at stage 3 gathers and reductions take turns."""
+    found = two.run(_order, zero, direct, tmp_path)
+    for halves in found:
+        for planned, generated, executed in halves:
+            assert planned == generated == executed
+        forward, backward = (planned for planned, *_ in halves)
+        assert len(forward) == (5 if zero else 0) and len(backward) == (3 + 5 if zero else 5)  # the last group stays, the first is not needed
+        turns = sum(one != other for one, other in zip(backward, backward[1:]))
+        assert turns > 2 if zero else not turns, backward
+    assert found[0] == found[1]
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,32 +11,45 @@ Op = tuple[str, tuple[str, ...]]  # and the names of its parameters, as of the b
 
 @dataclass(eq=False)
 class Collectives:
-    """Of one graph, which may serve several blocks. parameters: the names of those that it takes, in order."""
+    """Of one graph, which may serve several blocks. parameters: the names of those that it takes, in order. started: its collectives as
+    they are started, its backward's among them."""
 
     parameters: Sequence[str]
     forward: list[Op] = field(default_factory=list)
     backward: list[Op] = field(default_factory=list)
-    _texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    started: list[Op] = field(default_factory=list)
+    _said: dict[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
 
     def note(self, forward: Sequence[Op], backward: Sequence[Op] = ()) -> None:
         """To be called while the graph is compiled."""
         self.forward += forward
         self.backward += backward
 
+    def note_order(self, phase: str, started: Sequence[Op]) -> None:
+        """To be called when it is known in which order this half of the graph starts which."""
+        self.started += [(f"{phase} {op}", of) for op, of in started]
+
     def text(self, given: tuple[int, ...], names: Callable[[], Mapping[int, str]]) -> str:
-        """All of them in a call with these parameters (ids), of these names: nothing in it depends on sizes, or on the order
-        of this process's own graph, from which that of the collectives does not follow."""
-        if given not in self._texts:
+        """All of them in a call with these parameters (ids), of these names, sorted. Nothing in it depends on sizes."""
+        return self._of(given, names)[0]
+
+    def order(self, given: tuple[int, ...], names: Callable[[], Mapping[int, str]]) -> str:
+        """A code of the order in which such a call and its backward start them, which does not depend on sizes either."""
+        return self._of(given, names)[1]
+
+    def _of(self, given: tuple[int, ...], names: Callable[[], Mapping[int, str]]) -> tuple[str, str]:
+        if given not in self._said:
             known = names()
             own = {name: known.get(each, "?") for name, each in zip(self.parameters, given)}
-            lines = [f"{half} {op} {','.join(own.get(n, n) for n in of)}" for half, op, of in self._all()]
-            self._texts[given] = "\n".join(sorted(lines))
-        return self._texts[given]
+            noted = [[f"{op} {','.join(own.get(n, n) for n in of)}" for op, of in ops] for ops in (self._all(), self.started)]
+            text, order = "\n".join(sorted(noted[0])), "\n".join(noted[1])
+            self._said[given] = text, hashlib.sha256(order.encode()).hexdigest()[:8]
+        return self._said[given]
 
     def reduced(self, given: tuple[int, ...]) -> set[int]:
         """Of these parameters those whose gradients the backward of a call with them brings together."""
         names = {name for op, of in self.backward if not op.startswith("autoshard.unshard") for name in of}
         return {each for name, each in zip(self.parameters, given) if name in names}
 
-    def _all(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [("forward", *each) for each in self.forward] + [("backward", *each) for each in self.backward]
+    def _all(self) -> list[Op]:
+        return [(f"{half} {op}", of) for half, ops in (("forward", self.forward), ("backward", self.backward)) for op, of in ops]

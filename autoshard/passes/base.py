@@ -6,7 +6,7 @@ at which stage it runs, what it requires and provides, and whether results stay 
 [Note: Stages]
 traced    the graph as Dynamo gives it, parameters as inputs; before autograd
 joint     forward and backward in one graph, after AOTAutograd, with the logical ops; also an inference graph
-split     the forward, the backward, or an inference graph, each alone, just before codegen
+split     the forward, the backward, or an inference graph, each alone, as soon as they are parted
 code      each graph that code is generated for: those, and the halves of blocks
 """
 

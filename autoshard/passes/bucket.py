@@ -121,6 +121,7 @@ def _gather(gm: GraphModule, members: list[Node]) -> Node:
             graphs.UNSHARD_BUCKET,
             (shards, _names(members, 3), shapes, ndims, first.args[2]),
         )
+    bucket.meta["serves"] = _served(members)
     _hand_out(gm, bucket, members)
     return bucket
 
@@ -154,7 +155,7 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None, group: int
                 members[0].args[3],
             ),
         )
-    bucket.meta["group"] = group
+    bucket.meta["group"], bucket.meta["serves"] = group, _served(members)
     last = _hand_out(gm, bucket, members)
     for node in dependent:
         last.append(node)
@@ -169,7 +170,7 @@ def _approximate(gm: GraphModule, members: list[Node], after: Node | None, group
     with gm.graph.inserting_after(last):
         given: list[Any] = [[m.args[i][0] for m in members] for i in range(3)]  # type: ignore[index]
         bucket = gm.graph.call_function(graphs.MEAN_LOW_RANK, (*given, members[0].args[3], _names(members, 4)))
-    bucket.meta["group"] = group
+    bucket.meta["group"], bucket.meta["serves"] = group, _served(members)
     results = [_item(m, i) for i in range(3) for m in members]
     dependent = graphs.dependents(gm, results)
     last = _hand_out(gm, bucket, results)
@@ -208,6 +209,10 @@ def _item(several: Node, index: int) -> Node:
 
 def _names(members: Sequence[Node], at: int) -> str:
     return " ".join(str(m.args[at]) for m in members)
+
+
+def _served(members: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(name for member in members for name in graphs.serves(member))
 
 
 def _hand_out(gm: GraphModule, bucket: Node, members: list[Node]) -> Node:

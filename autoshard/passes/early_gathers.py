@@ -41,6 +41,7 @@ def _take(gm: GraphModule, gathers: Sequence[Node], early: Early) -> None:
     with gm.graph.inserting_before(gathers[0]):
         taken = gm.graph.call_function(GATHER_EARLY, (rows, early.name, early.learn(recipe)))
         taken.meta["val"] = [graphs.example(gather) for gather in gathers]
+        taken.meta["serves"] = tuple(name for gather in gathers for name in graphs.serves(gather))
         for i, gather in enumerate(gathers):
             item = gm.graph.call_function(operator.getitem, (taken, i))
             item.meta.update(gather.meta)

@@ -18,6 +18,7 @@ from autoshard import torch_internals
 from autoshard.ops import block, logical, sparse  # noqa: F401  (registers ops)
 from autoshard.ops.collectives import Op
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
+from autoshard.ops.early import GATHER_EARLY
 from autoshard.ops.layout import Layout
 from autoshard.passes import choose_blocks
 
@@ -45,6 +46,8 @@ ALL_REDUCES = frozenset({_c10d.all_reduce.default, _c10d.all_reduce_.default})
 REDUCTIONS = frozenset(
     {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, EXCHANGE_DIRECT, SWAP_DIRECT, *ALL_REDUCES}
 )
+STARTS = GATHERS | REDUCTIONS | {_c10d.broadcast.default}
+_NAMES = {**logical.NAMES, REDUCE_SPARSE: 4}
 
 
 def is_call(node: Node, *targets: Any) -> bool:
@@ -97,15 +100,34 @@ def leads_to(node: Node, *targets: Any) -> bool:
 
 def collectives(gm: GraphModule) -> list[Op]:
     """What a graph communicates, before its messages are put together: each op is of one parameter still."""
-    nodes = [n for n in gm.graph.nodes if _communicates(n)]
-    named = {**logical.NAMES, REDUCE_SPARSE: 4}
-    return [(str(n.target), (str(n.args[named[n.target]]),) if n.target in named else ()) for n in nodes]
+    return [(str(node.target), serves(node)) for node in gm.graph.nodes if _communicates(node)]
+
+
+def started(gm: GraphModule) -> list[Op]:
+    """The collectives that a graph starts, in order, behind the passes of the last stage: what each is, over which processes, and for
+    which parameters. Groups of processes are numbered as they come, since their names may differ between processes. Those of the model
+    itself are left out."""
+    groups: dict[str, int] = {}
+    found = []
+    for node in gm.graph.nodes:
+        if node.target in STARTS and "part_of" in node.meta:
+            over = groups.setdefault(str(node.args[-1]), len(groups))
+            found.append((f"{node.target} {over}", serves(node)))
+        elif _communicates(node):
+            found.append((str(node.target), serves(node)))
+    return found
+
+
+def serves(node: Node) -> tuple[str, ...]:
+    """The names of the parameters that a collective, or what becomes some, is for."""
+    at = _NAMES.get(node.target)
+    return node.meta.get("serves") or (() if at is None else (str(node.args[at]),))
 
 
 def _communicates(node: Node) -> bool:
-    if is_call(node, UNSHARD):
-        return Layout.parse(str(node.args[2])).sharded
-    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, MEAN_LOW_RANK)
+    if is_call(node, UNSHARD, UNSHARD_BUCKET):
+        return Layout.parse(str(node.args[2 if is_call(node, UNSHARD) else 4])).sharded
+    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY)
 
 
 def gathers(node: Node) -> bool:
@@ -283,6 +305,7 @@ def inline(gm: GraphModule, node: Node, ops: GraphModule) -> None:
     for copied in set(copies.values()) - set(_tensors(node)):
         copied.meta["part_of"], copied.meta["part"] = str(node.target), node.name
         copied.meta["group"] = node.meta.get("group", node.name)
+        copied.meta["serves"] = serves(node)
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
         gm.graph.erase_node(node)

@@ -2,7 +2,8 @@
 
 [Note: Lockstep] Collectives pair by their order alone. Where rank 0 evaluates by itself, leaves another block out than
 rank 1 does (layer drop with a seed for each process, a branch on inputs) or skips the backward of a loss that is not finite, what
-pairs does not belong together, and the job hangs or, worse, does not. Where it leaves a step of the optimizer out, nothing else tells
+pairs does not belong together, and the job hangs or, worse, does not; so it does where blocks come in another order
+([Note: Order before calls] in `codegen.py`). Where it leaves a step of the optimizer out, nothing else tells
 that its rows have parted from the others'; so whether there was one is a part of the next call. Each process foresees which call comes
 next: the one that came the last time after as many of the last one, and that after the same other one. A call that was not foreseen, and
 each turn from training to evaluation and back, waits at the store until all have come to the same one. What is foreseen is learned there
@@ -29,12 +30,14 @@ MOST = 8  # calls of one kind in a row, behind which one more is expected
 class Call:
     """What one call of a compiled graph communicates, it and its backward, as text that is the same on all processes. skipped:
     whether the backward of the training call before it has not come. stepped: whether an optimizer has stepped since the training
-    call before this one; of the first one, and of evaluation, that is taken for granted."""
+    call before this one; of the first one, and of evaluation, that is taken for granted. order: a code of that in which the
+    collectives are started; see [Note: Order before calls]."""
 
     training: bool
     collectives: str
     skipped: bool = False
     stepped: bool = True
+    order: str = ""
 
     def described(self) -> str:
         """In one line."""
@@ -44,7 +47,8 @@ class Call:
         skipped = " after a forward without backward" * self.skipped
         stepped = "" if self.stepped else ", no step since the one before"
         code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
-        return f"{mode}{skipped}, with collectives {code} of {first} to {last}{stepped}"
+        ordered = f" in order {self.order}" if self.order else ""
+        return f"{mode}{skipped}, with collectives {code}{ordered} of {first} to {last}{stepped}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Lockstep:
             raise DisagreementError(
                 f"{error}. Every process must call a sharded model alike: as many batches, in the same mode, through the same "
                 "blocks, each loss with its backward or none. What one process does alone goes inside `with autoshard.gathered(model)`, "
-                "which all enter; layers that are left out, at random or by a branch, must be the same on all (one seed for that choice)"
+                "which all enter; layers that are left out or come in another order, at random or by a branch, must be the same on all "
+                "(one seed for that choice)"
             ) from error
 
 

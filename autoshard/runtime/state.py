@@ -160,7 +160,8 @@ class ModelState:
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
         text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in replaced)])
-        call = Call(training, text, lockstep.skipped, lockstep.stepped or not training)
+        order = made.order(given, self.names)
+        call = Call(training, text, lockstep.skipped, lockstep.stepped or not training, order)
         if forward:
             lockstep.enter(call)
 
