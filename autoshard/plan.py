@@ -18,6 +18,7 @@ REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_
 COMPRESSIONS = ("bf16", "fp16")
 POWERSGD = "powersgd"  # see [Note: PowerSGD] in ops/low_rank.py
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
+THROUGH = "through"  # see [Note: Regions] in passes/repeat_blocks.py
 BUFFERS = ("broadcast", "local")
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -272,8 +273,9 @@ class Plan:
     def _check_recompute(self) -> None:
         seen = set[str]()
         for block, policy in self.recompute:
-            if policy not in POLICIES and not (isinstance(policy, str) and policy.startswith("save ")):
-                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {', '.join(POLICIES)}, or 'save' and operations")
+            if policy not in (*POLICIES, THROUGH) and not (isinstance(policy, str) and policy.startswith("save ")):
+                legal = ", ".join((*POLICIES, THROUGH))
+                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {legal}, or 'save' and operations")
             if block in seen:
                 raise PlanError(f"plan: recompute: {block!r} has two policies; legal: one a block")
             seen.add(block)
@@ -317,6 +319,11 @@ class Plan:
     @cached_property
     def _policies(self) -> dict[str, str]:
         return dict(self.recompute)
+
+    @cached_property
+    def through(self) -> frozenset[str]:
+        """The blocks of which not even what leaves them is saved."""
+        return frozenset(block for block, policy in self.recompute if policy == THROUGH)
 
     def because(self, *why: str) -> Plan:
         """The plan with these reasons too."""

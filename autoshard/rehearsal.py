@@ -302,7 +302,7 @@ def _input(captured: Capture, position: int, plan: Plan) -> Any:
 def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:
     """The graph that a call of a block stands for, and what that takes; None of any other call."""
     arguments: tuple[Any, ...] = node.args
-    if graphs.is_call(node, graphs.BLOCK):
+    if graphs.is_call(node, graphs.BLOCK, graphs.REPEAT_BLOCK):
         tensors, sizes, key, _ = arguments
         made, given = block_named(key), {"input": tensors, "size": sizes}
         return _graph(made.forward), [given[v.kind][v.index] for v in made.inputs]

@@ -24,6 +24,7 @@ from autoshard.passes.overlap import Overlap
 from autoshard.passes.plain_repeats import PlainRepeats
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
+from autoshard.passes.repeat_blocks import RepeatBlocks
 from autoshard.passes.seed_dropout import SeedDropout
 from autoshard.passes.sparse_grads import SparseGrads
 from autoshard.passes.sync_buffers import SyncBuffers
@@ -36,15 +37,15 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout,
-        FuseElementwise,
+        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, RepeatBlocks, Bucket, Compress, Lower, Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats,
+        SeedDropout, FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "widen_held,two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,"
-    "fuse_elementwise"
+    "widen_held,two_levels,sparse_grads,regather,recompute,repeat_blocks,bucket,compress,lower,overlap,early_gathers,early_matmuls,plain_repeats,"
+    "seed_dropout,fuse_elementwise"
 )
 
 
