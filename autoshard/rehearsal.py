@@ -92,10 +92,11 @@ def _tracing(captured: Capture) -> Iterator[None]:
 @dataclass(frozen=True)
 class Kind:
     """A block that is a graph of its own. names: of the model's blocks that are so; none of what lies between
-    blocks."""
+    blocks. repeats: see `Block`."""
 
     joint: Joint
     names: tuple[str, ...]
+    repeats: bool
 
     @property
     def has_backward(self) -> bool:
@@ -185,7 +186,7 @@ class _Rehearsal(Compilation):
             written = known.blocks[key]
             if written is None:
                 return None
-            kinds.append(Kind(written.joint, body.meta[BLOCKS]))
+            kinds.append(Kind(written.joint, body.meta[BLOCKS], written.block.repeats))
             return written.block
 
         blocks = compile_blocks(gm, compile_one)

@@ -29,6 +29,7 @@ from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
 from autoshard.passes.recompute import backward_of, needed, operations, values_of_blocks
 from autoshard.plan import Plan
+from autoshard.regions import Again, with_regions
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
 LEVELS = 16  # of what a block may save, between nothing and what torch saves
@@ -58,7 +59,7 @@ class Copies:
 class Savings:
     """Of one prepared graph. kinds: the blocks that can be graphs of their own, whether they are there or not. usual: its step, nothing
     chosen. kept: the names of what is saved there. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation
-    takes. copies: by block. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
+    takes. copies: by block. gathered: bytes of what backward gathers again, by block. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
 
     prepared: Prepared
     kinds: Sequence[Kind]
@@ -68,6 +69,7 @@ class Savings:
     simulate_alone: Callable[[Rehearsed], Step]
     seconds_of: Callable[[Operation], float]
     copies: Mapping[str, Copies]
+    gathered: Mapping[str, int]
     known: dict[int, list[Option]]
 
     def blocks(self, plan: Plan) -> list[Block]:
@@ -90,6 +92,19 @@ class Savings:
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
                 options[name] = {option.policy: usual[name].shifted(option, by_itself[0]) for option in by_itself}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
+
+    def regions(self, blocks: Sequence[Block]) -> list[Block]:
+        """These blocks, with the regions that could end at each, too: of blocks that are graphs of their own already."""
+        kinds = [kind for kind in self.prepared.kinds if kind.names and kind.has_backward and kind.repeats]
+        alone = {name: again for kind in kinds for again in [self._again(kind)] for name in kind.names}
+        return with_regions(blocks, {name: replace(again, gathered=self.gathered.get(name, 0)) for name, again in alone.items()})
+
+    def _again(self, kind: Kind) -> Again:
+        cut = self.prepared.cut_kind(kind, "full")
+        step = self.simulate_alone(cut)
+        results: Sequence[Any] = cut.forward.graph.output_node().args[0][: cut.results]  # type: ignore[index,assignment]
+        leaving = sum(self._number(bytes_of(n.meta["val"])) for n in results)
+        return Again(leaving, sum(t for o, t in zip(step.program.operations, step.seconds) if o.half == "forward"))
 
     def _options(self, name: str, found: Mapping[str, _Seen]) -> Iterator[Option]:
         """Each policy of a block with its gathered copies dropped, and with them kept."""
