@@ -198,7 +198,6 @@ class Forecaster:
             simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
             seconds_of=self._seconds_of,
             copies=self._copies(usual),
-            gathered=copies_of(usual, self.captured.inventory),
             known=self._alone,
         )
 

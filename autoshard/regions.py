@@ -1,9 +1,9 @@
 """Regions of several blocks of which only what enters is saved, as options of a choice. See [Note: Regions] in
 passes/repeat_blocks.py.
 
-What a region takes follows from what its blocks take where what leaves each is saved: no moment is higher, since what is computed again
-lies where it would have been saved; but for gathered copies, which wait from there until the block's own backward. Behind the
-region less waits, and the time is more by a forward of each block but the last.
+What a region takes follows from what its blocks take where what leaves each is saved. In its backward no moment is higher, since what
+is computed again lies where it would have been saved. Before that, and behind the region, less waits; and the time is more by a forward
+of each block but the last.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks of a region; at most half of
 
 @dataclass(frozen=True)
 class Again:
-    """What calling a block again is about. leaving: bytes of its results. seconds: of its forward. gathered: bytes of the copies that
-    its backward gathers."""
+    """What calling a block again is about. leaving: bytes of its results. seconds: of its forward."""
 
     leaving: int
     seconds: float
-    gathered: int = 0
 
 
 def with_regions(blocks: Sequence[Block], again: Mapping[str, Again]) -> list[Block]:
@@ -52,7 +50,8 @@ def _region(blocks: Sequence[Block], again: Mapping[str, Again]) -> Option:
     """All of these as one region."""
     full = [next(o for o in block.options if o.policy == "full" and not o.keeps) for block in blocks]
     through = [again[block.name] for block in blocks[:-1]]
-    waiting = [replace(o, saved=o.saved + a.gathered) for o, a in zip(full, through)]
-    saved = sum(o.saved for o in full) - sum(a.leaving for a in through)
+    *inner, last = full
+    before = sum(max(o.saved - a.leaving, 0) for o, a in zip(inner, through))  # that waits for the region's backward
+    peak = max(peak_of([*inner, replace(last, peak=last.own)]), before + last.peak)
     seconds = sum(o.seconds for o in full) + sum(a.seconds for a in through)
-    return Option("full", max(saved, 0), peak_of([*waiting, full[-1]]), seconds, spans=len(blocks))
+    return Option("full", before + last.saved, peak, seconds, spans=len(blocks))

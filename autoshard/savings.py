@@ -59,7 +59,7 @@ class Copies:
 class Savings:
     """Of one prepared graph. kinds: the blocks that can be graphs of their own, whether they are there or not. usual: its step, nothing
     chosen. kept: the names of what is saved there. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation
-    takes. copies: by block. gathered: bytes of what backward gathers again, by block. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
+    takes. copies: by block. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
 
     prepared: Prepared
     kinds: Sequence[Kind]
@@ -69,7 +69,6 @@ class Savings:
     simulate_alone: Callable[[Rehearsed], Step]
     seconds_of: Callable[[Operation], float]
     copies: Mapping[str, Copies]
-    gathered: Mapping[str, int]
     known: dict[int, list[Option]]
 
     def blocks(self, plan: Plan) -> list[Block]:
@@ -96,8 +95,7 @@ class Savings:
     def regions(self, blocks: Sequence[Block]) -> list[Block]:
         """These blocks, with the regions that could end at each, too: of blocks that are graphs of their own already."""
         kinds = [kind for kind in self.prepared.kinds if kind.names and kind.has_backward and kind.repeats]
-        alone = {name: again for kind in kinds for again in [self._again(kind)] for name in kind.names}
-        return with_regions(blocks, {name: replace(again, gathered=self.gathered.get(name, 0)) for name, again in alone.items()})
+        return with_regions(blocks, {name: again for kind in kinds for again in [self._again(kind)] for name in kind.names})
 
     def _again(self, kind: Kind) -> Again:
         cut = self.prepared.cut_kind(kind, "full")
@@ -194,7 +192,8 @@ class _Seen:
     seconds: float
 
     def option(self, policy: str) -> Option:
-        return Option(policy, self.saved, max(self.inside, self.between, self.after), self.seconds)
+        own = max(self.inside, self.after)
+        return Option(policy, self.saved, max(own, self.between), self.seconds, own=own)
 
     def keeping(self, policy: str, copies: Copies) -> Option:
         """In its own forward and backward they are there in any case."""

@@ -26,7 +26,7 @@ class Option:
     """One policy of one block. saved: bytes that wait for its backward. peak: the most bytes that exist at once in its
     forward or its backward, beside what earlier blocks saved; its own are among them. seconds: of both. keeps: gathered copies of its
     parameters are among what waits. spans: how many blocks it is of, a region that ends with this one: then all but this one are of the
-    policy "through", and the bytes and seconds are those of all."""
+    policy "through", and the bytes and seconds are those of all. own: of the peak, what is not between its forward and its backward."""
 
     policy: str
     saved: int
@@ -34,6 +34,7 @@ class Option:
     seconds: float
     keeps: bool = False
     spans: int = 1
+    own: int = 0
 
 
 @dataclass(frozen=True)
