@@ -341,8 +341,23 @@ class Plan:
     @cached_property
     def order_of_last_use(self) -> dict[str, int]:
         """The same in the order of last use. A tied embedding, first in forward, is first in backward too."""
+        return {name: at for at, group in enumerate(self._by_last_use) for name in group.parameters}
+
+    @cached_property
+    def order_of_calls(self) -> dict[str, float]:
+        """Where in that order backward calls the blocks of a region again, by the names of their parameters: the first of them first,
+        behind the block that ends the region and before all that is used later than it."""
+        groups = self._by_last_use
+        found, end = dict[str, float](), len(groups)
+        for at, group in reversed(list(enumerate(groups))):
+            end = end if group.name in self.through else at
+            found |= dict.fromkeys(group.parameters, end + (len(groups) - at) / (len(groups) + 1))
+        return found
+
+    @cached_property
+    def _by_last_use(self) -> list[ParameterGroup]:
         order = sorted(range(len(self.groups)), key=lambda i: (self.groups[i].last_use, i))
-        return {name: at for at, i in enumerate(order) for name in self.groups[i].parameters}
+        return [self.groups[i] for i in order]
 
     @cached_property
     def rank_of(self) -> dict[str, int]:
