@@ -43,7 +43,8 @@ def _runs(blocks: Sequence[Block], again: Mapping[str, Again]) -> Iterator[list[
         return block.name.rpartition(".")[0], block.name in again and any(o.policy == "full" for o in block.options)
 
     for (_, can), run in itertools.groupby(blocks, kind):
-        yield from [list(run)] if can else ([block] for block in run)
+        members = list(run)
+        yield from [members] if can else ([block] for block in members)
 
 
 def _region(blocks: Sequence[Block], again: Mapping[str, Again]) -> Option:

@@ -7,6 +7,7 @@ there in any case. See [Note: Regions] in `repeat_blocks`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,11 +29,13 @@ class GatherTwice:
     bitwise: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        twice = set[Node]()
         for call in graphs.calls(gm, graphs.REPEAT_BLOCK):
             made = dict[Node, Node]()
             tensors, *more = call.args
             call.args = ([_anew(t, call, made) for t in tensors], *more)  # type: ignore[union-attr,arg-type]
-        gm.graph.eliminate_dead_code()
+            twice.update(made)
+        _move_to_use(gm, twice)
         return gm
 
 
@@ -53,3 +56,13 @@ def _anew(node: Node, call: Node, made: dict[Node, Node]) -> Node:
 
 def _is_of_copy(node: Node) -> bool:
     return graphs.is_call(node, *graphs.LOGICAL) or torch_internals.is_view(node.target)
+
+
+def _move_to_use(gm: GraphModule, nodes: Collection[Node]) -> None:
+    """Moves what stood in front of a call to where it is still used; what is not goes."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node in nodes and not node.users:
+            gm.graph.erase_node(node)
+        elif node in nodes:
+            at = graphs.positions(gm.graph)
+            min(node.users, key=at.__getitem__).prepend(node)

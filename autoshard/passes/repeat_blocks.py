@@ -14,7 +14,6 @@ and it is warned of.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
