@@ -17,6 +17,7 @@ from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError
+from autoshard.ops.block import Block, Value, register
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import least, peak_of
 from autoshard.passes.choose_unshard import keeping_none
@@ -24,6 +25,7 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
 from autoshard.report import plan_tables, rendered
 from autoshard.savings import Savings
+from autoshard.torch_internals import FakeTensorMode
 from autoshard.units import bytes_text
 from tests import models
 from tests.cluster import Cluster as Processes
@@ -172,6 +174,24 @@ def test_only_what_enters_a_region_waits_for_backward(zero: int) -> None:
         made = [n for n in forward.graph.output_node().all_input_nodes if n.op == "call_function" and n.target is operator.getitem]
         saved.append([graphs.block_of(n.args[0], ()) for n in made if n.args[1] == 0 and n.meta["val"].shape == (64, 16, 32)])  # type: ignore[arg-type]
     assert saved == [[f"layers.{i}" for i in range(9)], ["layers.2", "layers.5", "layers.8"]]
+
+
+ON_A_GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
+def test_a_block_that_is_called_again_draws_what_it_drew(device: str) -> None:
+    """And the generators go on from where they were; a trace knows how many bytes their states have."""
+    x = torch.ones(4, device=device)
+    made = Block((Value("input", 0),), (x, x), 1, lambda given: [given[0] * torch.rand_like(given[0]) * torch.rand(()).item(), given[0] + 1])
+    key = register("drawing", made)
+    state = torch.ops.autoshard.random_state(x, 0)
+    first = torch.ops.autoshard.block([x], [], key, 0)
+    after = torch.ops.autoshard.random_state(x, 0)
+    assert same(torch.ops.autoshard.repeat_block([x], [], key, state), first[:1])
+    assert torch.equal(after, torch.ops.autoshard.random_state(x, 0)) and not torch.equal(after, state)
+    with FakeTensorMode() as mode:
+        assert torch.ops.autoshard.random_state(mode.from_tensor(x), 0).shape == state.shape
 
 
 class Strange(Stack):
