@@ -17,6 +17,7 @@ from autoshard.ops.block import Block, Length, Value, register
 from autoshard.passes import graphs
 from autoshard.passes.base import Phase
 from autoshard.passes.outline_blocks import is_block
+from autoshard.passes.recompute import is_repeatable
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def _differentiable(
     if None in sizes or not all(t.meta["val"].is_contiguous() for t in known.tangents):
         return None
     gradients = _keep_gradients(backward, inputs)
+    repeats = all(is_repeatable(n) for n in forward.graph.nodes if n.op == "call_function")
     return Block(
         inputs=inputs,
         outputs=_examples(forward),
@@ -138,6 +140,7 @@ def _differentiable(
         tangents=tangents,
         gradients=gradients,
         gradient_examples=_examples(backward),
+        repeats=repeats,
     )
 
 

@@ -32,7 +32,7 @@ from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_prefetch import waits
-from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least, peak_of
+from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least, peak_of, placed, policies_of
 from autoshard.passes.choose_unshard import copies_of, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.plan import Plan, Traffic
@@ -149,11 +149,17 @@ class Forecaster:
 
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
-        of the least peak. Its prediction is there."""
-        blocks = self._blocks(plan)
-        if not blocks:
-            return self(plan)
-        best, aim, tried = self(plan), Aim(budget), dict[tuple[Option, ...], Plan]()
+        of the least peak. Its prediction is there. Regions of several blocks are looked at where nothing fits without."""
+        best, blocks = self(plan), self._blocks(plan)
+        found = self._fitted(plan, blocks, best, budget) if blocks else best
+        if not blocks or found.predicted.footprint <= budget:
+            return found
+        across = self._savings(plan).regions(blocks)
+        return self._fitted(plan, across, found, budget) if across != blocks else found
+
+    def _fitted(self, plan: Plan, blocks: Sequence[Block], best: Plan, budget: int) -> Plan:
+        """The best of this one and those with a choice of these."""
+        aim, tried = Aim(budget), dict[tuple[Option, ...], Plan]()
         for _ in range(AIMS):
             taken = choose(blocks, aim.at) or least(blocks)
             if aim.settled or len({*tried, taken}) > TRIALS:
@@ -169,9 +175,8 @@ class Forecaster:
 
     def _with(self, plan: Plan, blocks: Sequence[Block], taken: Sequence[Option]) -> Plan:
         """The plan with these options of its blocks, simulated."""
-        policies = tuple((b.name, o.policy) for b, o in zip(blocks, taken) if o.policy != "none")
-        kept = {b.name for b, o in zip(blocks, taken) if o.keeps}
-        return self(replace(keeping_of(plan, kept), recompute=policies))
+        kept = {block.name for option, of in placed(blocks, taken) for block in of if option.keeps}
+        return self(replace(keeping_of(plan, kept), recompute=tuple(policies_of(blocks, taken))))
 
     def _blocks(self, plan: Plan) -> list[Block]:
         """What can be chosen, whatever the budget."""
@@ -225,7 +230,7 @@ class Forecaster:
         usual = self._prepared(replace(plan, recompute=()))
         if plan.recompute:
             exchanged = usual.cut_exchanged(plan, self._written) if usual.kinds else None
-            return exchanged or (self._prepared(plan) if usual.kinds else usual).cut(plan)
+            return exchanged or (self._prepared(plan) if usual.kinds or plan.through else usual).cut(plan)
         key = _regathered(plan)
         if key not in self._usual:
             self._usual[key] = usual.cut(plan)

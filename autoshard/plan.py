@@ -18,6 +18,7 @@ REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_
 COMPRESSIONS = ("bf16", "fp16")
 POWERSGD = "powersgd"  # see [Note: PowerSGD] in ops/low_rank.py
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
+THROUGH = "through"  # see [Note: Regions] in passes/repeat_blocks.py
 BUFFERS = ("broadcast", "local")
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -272,8 +273,9 @@ class Plan:
     def _check_recompute(self) -> None:
         seen = set[str]()
         for block, policy in self.recompute:
-            if policy not in POLICIES and not (isinstance(policy, str) and policy.startswith("save ")):
-                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {', '.join(POLICIES)}, or 'save' and operations")
+            if policy not in (*POLICIES, THROUGH) and not (isinstance(policy, str) and policy.startswith("save ")):
+                legal = ", ".join((*POLICIES, THROUGH))
+                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {legal}, or 'save' and operations")
             if block in seen:
                 raise PlanError(f"plan: recompute: {block!r} has two policies; legal: one a block")
             seen.add(block)
@@ -318,6 +320,11 @@ class Plan:
     def _policies(self) -> dict[str, str]:
         return dict(self.recompute)
 
+    @cached_property
+    def through(self) -> frozenset[str]:
+        """The blocks of which not even what leaves them is saved."""
+        return frozenset(block for block, policy in self.recompute if policy == THROUGH)
+
     def because(self, *why: str) -> Plan:
         """The plan with these reasons too."""
         return replace(self, why=(*self.why, *why))
@@ -325,6 +332,10 @@ class Plan:
     def policy_of(self, block: str | None) -> str:
         """What backward finds saved of a block ("model.layers.3"); of what lies outside of blocks torch decides."""
         return self._policies.get(block or "", "none")
+
+    def policy_inside(self, block: str | None) -> str:
+        """The same without what leaves it: whether that is saved, the graph around it says."""
+        return "full" if block in self.through else self.policy_of(block)
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -334,8 +345,23 @@ class Plan:
     @cached_property
     def order_of_last_use(self) -> dict[str, int]:
         """The same in the order of last use. A tied embedding, first in forward, is first in backward too."""
+        return {name: at for at, group in enumerate(self._by_last_use) for name in group.parameters}
+
+    @cached_property
+    def order_of_calls(self) -> dict[str, float]:
+        """Where in that order backward calls the blocks of a region again, by the names of their parameters: the first of them first,
+        behind the block that ends the region and before all that is used later than it."""
+        groups = self._by_last_use
+        found, end = dict[str, float](), len(groups)
+        for at, group in reversed(list(enumerate(groups))):
+            end = end if group.name in self.through else at
+            found |= dict.fromkeys(group.parameters, end + (len(groups) - at) / (len(groups) + 1))
+        return found
+
+    @cached_property
+    def _by_last_use(self) -> list[ParameterGroup]:
         order = sorted(range(len(self.groups)), key=lambda i: (self.groups[i].last_use, i))
-        return {name: at for at, i in enumerate(order) for name in self.groups[i].parameters}
+        return [self.groups[i] for i in order]
 
     @cached_property
     def rank_of(self) -> dict[str, int]:

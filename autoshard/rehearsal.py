@@ -94,11 +94,12 @@ def _tracing(captured: Capture) -> Iterator[None]:
 @dataclass(frozen=True)
 class Kind:
     """A block that is a graph of its own. names: of the model's blocks that are so; none of what lies between
-    blocks. body: what was traced."""
+    blocks. body: what was traced. repeats: see `Block`."""
 
     joint: Joint
     names: tuple[str, ...]
     body: GraphModule
+    repeats: bool
 
     @property
     def has_backward(self) -> bool:
@@ -199,7 +200,7 @@ class _Rehearsal(Compilation):
             written = self.written(body, body.meta[POLICY], known)
             if written is None:
                 return None
-            kinds.append(Kind(written.joint, body.meta[BLOCKS], body))
+            kinds.append(Kind(written.joint, body.meta[BLOCKS], body, written.block.repeats))
             return written.block
 
         blocks = compile_blocks(gm, compile_one)
@@ -210,7 +211,7 @@ class _Rehearsal(Compilation):
         plan = self.context.plan
         kind_of = {name: kind for kind in kinds for name in kind.names}
         calls = ((node, graphs.block_of(node, plan.stacks)) for node in graphs.calls(joint, graphs.BLOCK))
-        written = {node: self.written(kind_of[n].body, plan.policy_of(n), known) for node, n in calls if n in kind_of}
+        written = {node: self.written(kind_of[n].body, plan.policy_inside(n), known) for node, n in calls if n in kind_of}
         return {node: other.block if other else None for node, other in written.items()}
 
     def written(self, body: GraphModule, policy: str, known: Known) -> WrittenBlock | None:
@@ -328,7 +329,7 @@ def _input(captured: Capture, position: int, plan: Plan) -> Any:
 def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:
     """The graph that a call of a block stands for, and what that takes; None of any other call."""
     arguments: tuple[Any, ...] = node.args
-    if graphs.is_call(node, graphs.BLOCK):
+    if graphs.is_call(node, graphs.BLOCK, graphs.REPEAT_BLOCK):
         tensors, sizes, key, _ = arguments
         made, given = block_named(key), {"input": tensors, "size": sizes}
         return _graph(made.forward), [given[v.kind][v.index] for v in made.inputs]

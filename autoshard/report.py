@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoshard.passes.group_parameters import WHOLE
 from autoshard.passes.manager import PassRun
-from autoshard.plan import Plan
+from autoshard.plan import THROUGH, Plan
 from autoshard.units import bytes_text, counted
 
 WIDTH = 80
@@ -166,7 +166,7 @@ def _recompute_part(plan: Plan) -> list[RenderableType]:
     return [table, Text("")]
 
 
-_SAID = {"full": "-", "selective": "attention and every second matmul"}
+_SAID = {"full": "-", THROUGH: "-, nor what leaves it", "selective": "attention and every second matmul"}
 
 
 def _memory_table(plan: Plan) -> Table:

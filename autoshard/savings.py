@@ -29,6 +29,7 @@ from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
 from autoshard.passes.recompute import backward_of, needed, operations, values_of_blocks
 from autoshard.plan import Plan
+from autoshard.regions import Again, with_regions
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 
 LEVELS = 16  # of what a block may save, between nothing and what torch saves
@@ -90,6 +91,18 @@ class Savings:
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
                 options[name] = {option.policy: usual[name].shifted(option, by_itself[0]) for option in by_itself}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
+
+    def regions(self, blocks: Sequence[Block]) -> list[Block]:
+        """These blocks, with the regions that could end at each, too: of blocks that are graphs of their own already."""
+        kinds = [kind for kind in self.prepared.kinds if kind.names and kind.has_backward and kind.repeats]
+        return with_regions(blocks, {name: again for kind in kinds for again in [self._again(kind)] for name in kind.names})
+
+    def _again(self, kind: Kind) -> Again:
+        cut = self.prepared.cut_kind(kind, "full")
+        step = self.simulate_alone(cut)
+        results: Sequence[Any] = cut.forward.graph.output_node().args[0][: cut.results]  # type: ignore[index,assignment]
+        leaving = sum(self._number(bytes_of(n.meta["val"])) for n in results)
+        return Again(leaving, sum(t for o, t in zip(step.program.operations, step.seconds) if o.half == "forward"))
 
     def _options(self, name: str, found: Mapping[str, _Seen]) -> Iterator[Option]:
         """Each policy of a block with its gathered copies dropped, and with them kept."""
@@ -179,7 +192,8 @@ class _Seen:
     seconds: float
 
     def option(self, policy: str) -> Option:
-        return Option(policy, self.saved, max(self.inside, self.between, self.after), self.seconds)
+        own = max(self.inside, self.after)
+        return Option(policy, self.saved, max(own, self.between), self.seconds, own=own)
 
     def keeping(self, policy: str, copies: Copies) -> Option:
         """In its own forward and backward they are there in any case."""

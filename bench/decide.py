@@ -1,10 +1,13 @@
 """How long it takes to decide what a deep model computes again in backward, on one thread.
 
-    python bench/decide.py [--layers 4,48]
+    python bench/decide.py [--layers 4,48] [--regions]
 
 Llamas of so many blocks, planned for one process on the meta device as `autoshard plan` does: the model captured, its step
 simulated as it is, then with a budget of 0.8 of that peak, which is where blocks are cut at each of their candidates, and with one of 0.6,
 for which they are known. The choice alone is for as many blocks as the most, of candidates that all differ. Writes bench/results/decide.md.
+
+--regions: instead, how low the predicted peak of the deepest comes with a large batch, where what enters each block is saved and
+where regions of blocks are. Writes bench/results/regions.md.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +35,13 @@ from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.hardware import DEVICES  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 from autoshard.forecast import Forecaster  # noqa: E402
+from autoshard.passes.choose_blocks import blocks_of  # noqa: E402
 from autoshard.passes.choose_recompute import Block, Option, choose  # noqa: E402
 from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
+from autoshard.plan import Prediction  # noqa: E402
 from autoshard.savings import LEVELS  # noqa: E402
 
-BATCH = 4
+BATCH, LARGE = 4, 32
 BUDGETS = (0.8, 0.6)
 CANDIDATES = 2 * (2 * LEVELS + 2)  # with fills, with copies dropped and kept
 
@@ -62,6 +68,36 @@ def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
         yield f"a budget of {share} of that peak", seconds
 
 
+def lowest(layers: int) -> Iterator[tuple[str, Prediction]]:
+    """(what, prediction) of the whole step, of what enters each block, and of the least peak."""
+    with torch.device("meta"):
+        model = zoo.llama(layers).train()
+    captured = capture(model, zoo.MODELS["llama"][1](LARGE, None))
+    forecaster = Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES["cpu"]), "eager")
+    plan = make_plan(captured.inventory, Config(zero=0, codegen="eager"), Circumstances(forecaster.cluster, None), forecaster)
+    full = replace(plan, recompute=tuple((block, "full") for block in blocks_of(plan.group_of, plan.stacks)))
+    yield "what torch saves", plan.predicted
+    yield "what enters each block", forecaster(full).predicted
+    yield "what enters regions, the least peak", forecaster.fit(plan, 0).predicted
+
+
+def regions(layers: int) -> str:
+    """The table of them."""
+    lines = [
+        f"Predicted peaks of a Llama of {layers} blocks with a batch of {LARGE}, one process, AdamW, torch {torch.__version__}, in MB.",
+        "Written by `python bench/decide.py --regions`.\n",
+        "| saved | peak | above parameters and AdamW's state | step, times that of the first |",
+        "|---|---:|---:|---:|",
+    ]
+    first = 0.0
+    for what, predicted in lowest(layers):
+        first = first or predicted.step_seconds or 0.0
+        held = predicted.memory["parameters"] + predicted.memory["optimizer"]
+        above = (predicted.peak_bytes - held) / 1e6
+        lines.append(f"| {what} | {predicted.peak_bytes / 1e6:.0f} | {above:.0f} | {(predicted.step_seconds or 0.0) / first:.2f} |")
+    return "\n".join([*lines, ""])
+
+
 def chosen(layers: int) -> float:
     """Seconds of the choice alone."""
     draw = random.Random(0)
@@ -79,8 +115,24 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", default="4,48", help="how many blocks, with commas between")
-    several = [int(layers) for layers in parser.parse_args().layers.split(",")]
+    parser.add_argument("--regions", action="store_true", help="how low the peak comes")
+    said = parser.parse_args()
+    several = [int(layers) for layers in said.layers.split(",")]
     torch.set_num_threads(1)
+    if said.regions:
+        write("regions.md", regions(max(several)))
+    else:
+        write("decide.md", decisions(several))
+
+
+def write(name: str, text: str) -> None:
+    """A result, into its file and on the screen."""
+    (HERE / "results" / name).write_text(text)
+    print(text)
+
+
+def decisions(several: list[int]) -> str:
+    """How long all steps take for each of so many blocks."""
     machine = side_by_side.machine("this machine")
     columns = {f"{layers} blocks, {codegen}": dict(decided(layers, codegen)) for layers in several for codegen in ("eager", "inductor")}
     steps = next(iter(columns.values()))
@@ -93,9 +145,7 @@ def main() -> None:
         "",
         f"The choice alone, for {max(several)} blocks of {CANDIDATES} candidates each, whose bytes all differ: {chosen(max(several)):.2f} s.\n",
     ]
-    text = "\n".join(lines)
-    (HERE / "results" / "decide.md").write_text(text)
-    print(text)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

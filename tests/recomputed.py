@@ -19,6 +19,7 @@ from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from tests import models
+from tests.peaks import grown_in_a_step
 
 HERE = Cluster(1, 1, measured_here("cpu"))
 Codegen = Literal["eager", "inductor"]
@@ -68,6 +69,24 @@ class Deep(Stack):
         self.layers = nn.ModuleList(Plain() for _ in range(9))
 
 
+@torch.library.custom_op("autoshard_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    """Draws numbers, and does not say so."""
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Noisy(nn.Linear):
+    """Has an operator of the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(super().forward(x)) * noise(x.detach())
+
+
 def inputs(batch: int = 4) -> Tensor:
     return torch.randn(batch, 16, 32, generator=torch.Generator().manual_seed(0))
 
@@ -88,6 +107,15 @@ def trained(make: type[nn.Module], x: Tensor, plan: Plan, codegen: str) -> list[
     run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))  # type: ignore[arg-type]
     torch.manual_seed(1)
     return two_steps(run, model, x)
+
+
+def grown_by(case: models.Case, batch: models.Batch, plan: Plan, codegen: Codegen) -> int:
+    """By how many bytes a step with this plan goes above what is there between steps."""
+    torch.compiler.reset()
+    model = case.build().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))
+    return grown_in_a_step(lambda: case.loss(run(**batch)), optimizer)
 
 
 def two_steps(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:

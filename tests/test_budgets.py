@@ -19,8 +19,8 @@ from autoshard.plan import Plan
 from autoshard.report import plan_tables, rendered
 from autoshard.units import parse_bytes
 from tests import models
-from tests.peaks import above_held, grown_in_a_step
-from tests.recomputed import TEXT, Codegen, Deep, Stack, forecaster_of, inputs, planned
+from tests.peaks import above_held
+from tests.recomputed import TEXT, Codegen, Deep, Stack, forecaster_of, grown_by, inputs, planned
 from tests.small import in_full
 
 
@@ -84,18 +84,10 @@ def test_the_peak_follows_the_budget(name: str, codegen: Codegen) -> None:
         assert predicted.peak_bytes <= budget
         assert (predicted.step_seconds or 0) >= seconds * (1 - 1e-6)
         seconds = predicted.step_seconds or 0.0
-        grown, held = _measured(case, batch, found, codegen), predicted.peak_bytes - above_held(predicted)
+        grown, held = grown_by(case, batch, found, codegen), predicted.peak_bytes - above_held(predicted)
         measured = held + grown
         assert grown == pytest.approx(above_held(predicted), rel=0.03)
         assert measured <= budget * 1.001 and measured <= before * 1.001
-
-
-def _measured(case: models.Case, batch: models.Batch, plan: Plan, codegen: Codegen) -> int:
-    torch.compiler.reset()
-    model = case.build().train()
-    optimizer = torch.optim.AdamW(model.parameters())
-    run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))
-    return grown_in_a_step(lambda: case.loss(run(**batch)), optimizer)
 
 
 @pytest.mark.full

@@ -31,6 +31,7 @@ from tests.recomputed import (
     TEXT,
     Codegen,
     Deep,
+    Noisy,
     Stack,
     forecaster_of,
     inputs,
@@ -75,24 +76,6 @@ class Choice(Stack):
     def __init__(self) -> None:
         super().__init__(0)
         self.layers = nn.ModuleList(Either(32, 32) for _ in range(2))
-
-
-@torch.library.custom_op("autoshard_tests::noise", mutates_args=())
-def noise(x: Tensor) -> Tensor:
-    """Draws numbers, and does not say so."""
-    return torch.rand_like(x)
-
-
-@noise.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-class Noisy(nn.Linear):
-    """Has an operator of the user's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.gelu(super().forward(x)) * noise(x.detach())
 
 
 class Strange(Stack):

@@ -161,7 +161,7 @@ class Writer:
             return source[index] if isinstance(source, list) and isinstance(index, int) else source
         body = self.body_of(node)
         if body is not None:
-            return self._block(node, half, body[0], [values.get(n) for n in body[1]])
+            return self._block(node, half, body, values)
         reads = tuple(dict.fromkeys(pieces_of([values.get(a) for a in node.all_input_nodes])))
         alias = aliased(node)
         if alias == "view":
@@ -171,12 +171,12 @@ class Writer:
         self._note_flight(node, reads, value)
         return value
 
-    def _block(self, node: Node, half: Half, body: GraphModule, given: list[Value]) -> list[Value]:
-        """A call of a block. What it is given the caller holds until it is back."""
+    def _block(self, node: Node, half: Half, body: Body, values: Mapping[Any, Value]) -> list[Value]:
+        """A call of a block. What it is given, a random state too, the caller holds until it is back."""
         self._caller = node
-        results = self.write(body, half, given, compiled=True)
+        results = self.write(body[0], half, [values.get(n) for n in body[1]], compiled=True)
         self._caller = None
-        self.program.keep(given, len(self.program.operations) - 1)
+        self.program.keep([values.get(n) for n in node.all_input_nodes], len(self.program.operations) - 1)
         return results
 
     def _operation(self, node: Node, half: Half, reads: tuple[int, ...], writes: bool) -> Value:

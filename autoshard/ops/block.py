@@ -5,6 +5,10 @@ compiled once; what calls it is `block`, whose gradient is `block_backward`. So 
 communication is planned, stays small, and compiling takes as long for 80 blocks as for two. `block` gives the block's
 own results and behind them what its backward needs; what of that is an input of the block is not among its results,
 so that a gathered parameter can still be dropped and gathered again.
+
+[Note: Repeated blocks] `repeat_block` is a block's forward once more, for backward: what a block gave that was not saved. It draws the
+numbers that the first call drew, since it begins with the states of generators that `random_state` took in front of that call, the
+processor's and the device's. So it runs the same code, whatever that draws, and gives the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ class Block:
     forward(tensors and sizes in the order of `inputs`) gives `outputs`; the first `results` are the block's own.
     backward(sizes, saved, tangents) gives one gradient for each of `gradients`, positions among the input tensors.
     `sizes` and `saved` say where its arguments come from, `tangents` of which results. None: never differentiated.
-    outputs: fake tensors, as are `gradient_examples`.
+    outputs: fake tensors, as are `gradient_examples`. repeats: whether forward is known to give the same if it is called again with
+    the same random states.
     """
 
     inputs: tuple[Value, ...]
@@ -57,8 +62,10 @@ class Block:
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     gradient_examples: tuple[Tensor, ...] = field(default=())
+    repeats: bool = True
 
 
+_PROCESSOR_STATE, _CUDA_STATE = torch.get_rng_state().numel(), 16  # bytes; of CUDA's a seed and an offset
 _blocks: weakref.WeakValueDictionary[str, Block] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -78,10 +85,32 @@ def block_named(key: str) -> Block:
 
 def run_block(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: int) -> list[Tensor]:
     """What the block of this key computes from its input tensors and sizes, and what its backward needs of it.
-    call: another number for each, since two calls with the same inputs may draw other random numbers."""
+    call: another number for each, since two calls with the same inputs may draw other random numbers. Tensors that are none of
+    its inputs are not looked at."""
     made = _blocks[key]
     given = {"input": tensors, "size": sizes}
     return list(made.forward([given[v.kind][v.index] for v in made.inputs]))
+
+
+def take_random_state(like: Tensor, call: int) -> Tensor:
+    """The states of the generators of the processor and of a tensor's device, as bytes. call: another number for each block's."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in _devices(like))]
+    return torch.cat(states)
+
+
+def repeat(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, state: Tensor) -> list[Tensor]:
+    """The results of the block of this key once more, beginning with this random state."""
+    devices = _devices(tensors[0])
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(state[:_PROCESSOR_STATE])
+        for device in devices:
+            torch.cuda.set_rng_state(state[_PROCESSOR_STATE:], device)
+        return run_block(tensors, sizes, key, 0)[: _blocks[key].results]
+
+
+def _devices(tensor: Tensor) -> list[torch.device]:
+    """Whose generators a block draws from, beside the processor's."""
+    return [tensor.device] if tensor.is_cuda else []
 
 
 def run_backward(
@@ -95,11 +124,15 @@ def run_backward(
 
 block = torch.library.custom_op("autoshard::block", run_block, mutates_args=())
 block_backward = torch.library.custom_op("autoshard::block_backward", run_backward, mutates_args=())
+random_state = torch.library.custom_op("autoshard::random_state", take_random_state, mutates_args=())
+repeat_block = torch.library.custom_op("autoshard::repeat_block", repeat, mutates_args=())
 
 # Graphs that are run op by op call these instead: torch's dispatcher takes longer than some blocks do.
-DIRECT: dict[Any, Callable[..., list[Tensor]]] = {
+DIRECT: dict[Any, Callable[..., Any]] = {
     torch.ops.autoshard.block.default: run_block,
     torch.ops.autoshard.block_backward.default: run_backward,
+    torch.ops.autoshard.random_state.default: take_random_state,
+    torch.ops.autoshard.repeat_block.default: repeat,
 }
 
 
@@ -111,6 +144,17 @@ def _(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: int) -> l
 @block_backward.register_fake
 def _(saved: Sequence[Tensor], tangents: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     return [_like(t) for t in _blocks[key].gradient_examples]
+
+
+@random_state.register_fake
+def _(like: Tensor, call: int) -> Tensor:
+    return torch.empty(_PROCESSOR_STATE + (_CUDA_STATE if like.device.type == "cuda" else 0), dtype=torch.uint8)
+
+
+@repeat_block.register_fake
+def _(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, state: Tensor) -> list[Tensor]:
+    made = _blocks[key]
+    return [_like(t) for t in made.outputs[: made.results]]
 
 
 def _like(example: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ those first that backward has first.
 [Note: Order of collectives]
 Every process must issue the same collectives in the same order, and each compiles alone. So the order comes
 from the plan and from nothing else: gathers of a forward in the order of first use, reductions in its reverse, gathers
-of a backward in the reverse of the order of last use; of two steps the second behind the first. Where a local graph would use groups in another order, its gathers
+of a backward in the reverse of the order of last use, but for those that a region begins with (`Plan.order_of_calls`); of two steps the
+second behind the first. Where a local graph would use groups in another order, its gathers
 move up and its reductions move down. What is whole on every process has no gather, and stays where it is used.
 """
 
@@ -23,9 +24,10 @@ from autoshard.ops import wire
 from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
+from autoshard.passes.gather_twice import FOR_CALL
 from autoshard.plan import Plan
 
-Key = tuple[int, Any, Any]  # (position of the group, layout, dtypes)
+Key = tuple[float, Any, Any]  # (position of the group, layout, dtypes)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Bucket:
     ) -> list[list[Node]]:
         groups: dict[Key, list[Node]] = defaultdict(list)
         for node in graphs.calls(gm, op):
-            position = order[node.args[name_at]]  # type: ignore[index]
+            turns = context.plan.order_of_calls if FOR_CALL in node.meta else order
+            position = turns[str(node.args[name_at])]
             groups[position, node.args[name_at - 1], _dtypes(node)].append(node)
         keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
         rank = context.plan.rank_of

@@ -3,16 +3,19 @@ time.
 
 [Note: Prefix sums] Of earlier blocks a moment in a block knows only how much they saved: its forward and its backward lie
 above the same sum. So of the choices up to a block only bytes and seconds matter, and one that is worse in both than
-another can be dropped. What is left at the end is exact, as long as no more than MOST are left on the way.
+another can be dropped. What is left at the end is exact, as long as no more than MOST are left on the way. An option of several
+blocks, a region, goes on from what could be chosen up to the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autoshard.plan import THROUGH
 
 CLOSE = 1 / 128  # of an aim
 MOST = 20_000  # choices that are followed from block to block; of more, evenly many
@@ -22,13 +25,16 @@ MOST = 20_000  # choices that are followed from block to block; of more, evenly 
 class Option:
     """One policy of one block. saved: bytes that wait for its backward. peak: the most bytes that exist at once in its
     forward or its backward, beside what earlier blocks saved; its own are among them. seconds: of both. keeps: gathered copies of its
-    parameters are among what waits."""
+    parameters are among what waits. spans: how many blocks it is of, a region that ends with this one: then all but this one are of the
+    policy "through", and the bytes and seconds are those of all. own: of the peak, what is not between its forward and its backward."""
 
     policy: str
     saved: int
     peak: int
     seconds: float
     keeps: bool = False
+    spans: int = 1
+    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Aim:
 @dataclass(frozen=True)
 class _Front:
     """What up to a block can be chosen, each with more saved and less cost than the one before it. came: from which
-    choice of the front before, by which option."""
+    choice of the front that its option goes on from. took: by which option of the block."""
 
     saved: NDArray[np.int64]
     cost: NDArray[np.float64]
@@ -80,7 +86,7 @@ _START = _Front(np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.int64), np.ze
 
 
 def choose(blocks: Sequence[Block], budget: int) -> tuple[Option, ...] | None:
-    """An option for each block, of the least seconds; None if none fits."""
+    """An option for each block, or for several of them, of the least seconds; None if none fits."""
 
     def cost(front: _Front, option: Option) -> NDArray[np.float64]:
         return np.where(front.saved + option.peak <= budget, front.cost + option.seconds, np.inf)
@@ -89,7 +95,7 @@ def choose(blocks: Sequence[Block], budget: int) -> tuple[Option, ...] | None:
 
 
 def least(blocks: Sequence[Block]) -> tuple[Option, ...]:
-    """An option for each block, of the lowest peak; of those, of the fewest bytes saved."""
+    """An option for each block, or for several of them, of the lowest peak; of those, of the fewest bytes saved."""
 
     def cost(front: _Front, option: Option) -> NDArray[np.float64]:
         return np.maximum(front.cost, (front.saved + option.peak).astype(np.float64))
@@ -107,25 +113,45 @@ def peak_of(taken: Iterable[Option]) -> int:
     return peak
 
 
+def placed(blocks: Sequence[Block], taken: Iterable[Option]) -> Iterator[tuple[Option, Sequence[Block]]]:
+    """Each option, with the blocks that it is of."""
+    at = 0
+    for option in taken:
+        at += option.spans
+        yield option, blocks[at - option.spans : at]
+
+
+def policies_of(blocks: Sequence[Block], taken: Iterable[Option]) -> Iterator[tuple[str, str]]:
+    """(block, policy) of each that has one."""
+    for option, (*through, last) in placed(blocks, taken):
+        yield from ((block.name, THROUGH) for block in through)
+        if option.policy != "none":
+            yield last.name, option.policy
+
+
 def _best(blocks: Sequence[Block], cost: Cost) -> tuple[Option, ...] | None:
     fronts = [_START]
-    for block in blocks:
-        fronts.append(_extended(fronts[-1], block.options, cost))
+    for at, block in enumerate(blocks, 1):
+        fronts.append(_extended([fronts[at - o.spans] for o in block.options], block.options, cost))
     if not len(fronts[-1].cost):
         return None
-    at, taken = len(fronts[-1].cost) - 1, []
-    for front, block in zip(reversed(fronts[1:]), reversed(blocks)):
-        taken.append(block.options[front.took[at]])
-        at = int(front.came[at])
+    at, which, taken = len(blocks), len(fronts[-1].cost) - 1, []
+    while at:
+        front, block = fronts[at], blocks[at - 1]
+        taken.append(block.options[front.took[which]])
+        at, which = at - taken[-1].spans, int(front.came[which])
     return tuple(reversed(taken))
 
 
-def _extended(front: _Front, options: Sequence[Option], cost: Cost) -> _Front:
-    saved = np.concatenate([front.saved + o.saved for o in options])
-    costs = np.concatenate([cost(front, o) for o in options])
+def _extended(fronts: Sequence[_Front], options: Sequence[Option], cost: Cost) -> _Front:
+    """What can be chosen with one of these options, each of which goes on from its front."""
+    saved = np.concatenate([front.saved + o.saved for front, o in zip(fronts, options)])
+    costs = np.concatenate([cost(front, o) for front, o in zip(fronts, options)])
     order = np.argsort(saved, kind="stable")  # options' fronts are in order already, which it merges
     before = np.minimum.accumulate(np.concatenate([[np.inf], costs[order][:-1]]))
     kept = order[costs[order] < before]
     kept = kept[np.append(np.diff(saved[kept]) > 0, True)[: len(kept)]]  # of as many bytes the last costs the least
     kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), MOST)).astype(np.int64)] if len(kept) else kept
-    return _Front(saved[kept], costs[kept], kept % len(front.saved), kept // len(front.saved))
+    starts = np.cumsum([0, *(len(front.saved) for front in fronts)])
+    took = np.searchsorted(starts, kept, side="right") - 1
+    return _Front(saved[kept], costs[kept], kept - starts[took], took)

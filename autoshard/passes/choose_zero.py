@@ -186,7 +186,8 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None, look: Look) -> Plan:
 def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterator[str]:
     """Why a plan is as it was found to fit: what is computed again, what that is for, and how many copies are kept."""
     if found.recompute:
-        yield f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward"
+        through = f", {len(found.through)} of them from where a region begins" if found.through else ""
+        yield f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward{through}"
     if plan.predicted.footprint > budget:
         yield f"to go from {bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}"
     if kept:

@@ -34,6 +34,7 @@ MEAN_LOW_RANK = torch.ops.autoshard.mean_low_rank.default
 REDUCE_SPARSE = torch.ops.autoshard.reduce_sparse.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK = torch.ops.autoshard.block.default
+RANDOM_STATE, REPEAT_BLOCK = torch.ops.autoshard.random_state.default, torch.ops.autoshard.repeat_block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
 TRANSFORMS = ("vmap", "grad", "jvp")
 

@@ -2,7 +2,8 @@
 
 [Note: Alike blocks] Blocks are those of the plan ("layers.3"), as for parameter groups. Two are alike if their
 operations, constants and the shapes, strides and dtypes of all values are the same; which parameters they take does not
-matter. Alike blocks of which the plan saves different things are different graphs. Unshards stay outside, where
+matter. Alike blocks of which the plan saves different things are different graphs. Blocks of regions are outlined however few they are
+([Note: Regions] in `repeat_blocks`). Unshards stay outside, where
 communication is planned. What cannot be told apart from its surroundings (foreign operations between a block's own, numbers
 that are neither constants nor sizes, a mode that was switched around it) stays as it is, and so does what reads an embedding whose
 gradient travels as rows, which `sparse_grads` has to see. Where blocks are outlined, what is
@@ -61,7 +62,8 @@ class OutlineBlocks:
         for run in _runs(gm, context.plan):
             if run.closed:
                 alike[run.key].append(run)
-        repeated = [runs for runs in alike.values() if len(runs) >= self.least]
+        through = context.plan.through
+        repeated = [runs for runs in alike.values() if len(runs) >= self.least or any(run.block in through for run in runs)]
         for runs in repeated:
             for policy in dict.fromkeys(run.policy(context) for run in runs):
                 same = [run for run in runs if run.policy(context) == policy]
@@ -138,8 +140,8 @@ class Run:
         return gives and all(map(_can_be_given, self.inputs)) and not any(_sets_mode(n) or _takes_a_number(n) for n in self.nodes)
 
     def policy(self, context: Context) -> str:
-        """What the plan saves of this block for backward."""
-        return context.plan.policy_of(self.block)
+        """What the plan saves of this block for backward; what leaves it is saved or not by the graph around."""
+        return context.plan.policy_inside(self.block)
 
     def uses_parameters(self, context: Context) -> bool:
         """Whether it takes whole parameters."""

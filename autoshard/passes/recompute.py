@@ -3,7 +3,8 @@
 [Note: Policies] The plan has a policy for each block, as text. "none": torch's partitioner decides, which computes again
 what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
-of it, and nothing else. What leaves a block is an input of another, and saved; views are made again in any case. What an
+of it, and nothing else. What leaves a block is an input of another, and saved ("through": not even that, see [Note: Regions] in
+`repeat_blocks`); views are made again in any case. What an
 operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat, what one gives that
 takes graphs (`torch.cond`), whose random ops would draw anew, and what a collective of the user's own gives, since all processes would
 have to agree to repeat it.
@@ -32,7 +33,7 @@ from autoshard.cost_model.work import kind_of, op_name
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.choose_blocks import blocks_of
-from autoshard.plan import Plan
+from autoshard.plan import THROUGH, Plan
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
 _KNOWN = (*_REPEATABLE, "_c10d_functional", "autoshard", "")
@@ -95,7 +96,7 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
-            once = set(filterfalse(_repeatable, nodes))
+            once = set(filterfalse(is_repeatable, nodes))
             _say_what_is_not_repeated(once)
             saved = _with_items(chosen(block, nodes, policy) | once | _leaving(nodes, backward))
             for node in nodes:
@@ -146,7 +147,7 @@ def _is_value(node: Node) -> bool:
     return any(isinstance(t, Tensor) for t in tensors) and not graphs.is_call(source, *graphs.LOGICAL, graphs.BLOCK)
 
 
-def _repeatable(node: Node) -> bool:
+def is_repeatable(node: Node) -> bool:
     """Whether calling this again is known to give the same. See [Note: Policies]."""
     called = (node.target, *node.args)  # operators of higher order take the one that they call
     if any(isinstance(a, Node) and a.op == "get_attr" for a in node.args) and getattr(node.target, "namespace", "") == "higher_order":
@@ -157,7 +158,7 @@ def _repeatable(node: Node) -> bool:
 def chosen(block: str | None, nodes: Iterable[Node], policy: str) -> set[Node]:
     """The operations of a block whose results a policy saves."""
     named = operations(nodes)
-    if policy == "full":
+    if policy in ("full", THROUGH):
         return set()
     if policy == "selective":
         kinds = {n: kind_of(n) for n in named.values()}

@@ -14,6 +14,7 @@ from autoshard.passes.compress import Compress
 from autoshard.passes.early_gathers import EarlyGathers
 from autoshard.passes.early_matmuls import EarlyMatmuls
 from autoshard.passes.fuse_elementwise import FuseElementwise
+from autoshard.passes.gather_twice import GatherTwice
 from autoshard.passes.hoist_unshards import HoistUnshards
 from autoshard.passes.inline_regions import InlineRegions
 from autoshard.passes.lower import Lower
@@ -24,6 +25,7 @@ from autoshard.passes.overlap import Overlap
 from autoshard.passes.plain_repeats import PlainRepeats
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
+from autoshard.passes.repeat_blocks import RepeatBlocks
 from autoshard.passes.seed_dropout import SeedDropout
 from autoshard.passes.sparse_grads import SparseGrads
 from autoshard.passes.sync_buffers import SyncBuffers
@@ -36,15 +38,15 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, Bucket, Compress, Lower, Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout,
-        FuseElementwise,
+        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, RepeatBlocks, GatherTwice, Bucket, Compress, Lower, Overlap, EarlyGathers,
+        EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "widen_held,two_levels,sparse_grads,regather,recompute,bucket,compress,lower,overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,"
-    "fuse_elementwise"
+    "widen_held,two_levels,sparse_grads,regather,recompute,repeat_blocks,gather_twice,bucket,compress,lower,overlap,early_gathers,"
+    "early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
 
