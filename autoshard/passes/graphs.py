@@ -97,8 +97,10 @@ def leads_to(node: Node, *targets: Any) -> bool:
 
 
 def collectives(gm: GraphModule) -> list[Op]:
-    """What a graph communicates, before its messages are put together: each op is of one parameter still."""
-    nodes = [n for n in gm.graph.nodes if _communicates(n)]
+    """What a graph communicates, before its messages are put together: each op is of one parameter still. What a block takes that is
+    called again is gathered twice."""
+    called = (source for call in calls(gm, REPEAT_BLOCK) for source in call.all_input_nodes)
+    nodes = [n for n in (*gm.graph.nodes, *called) if _communicates(n)]
     named = {**logical.NAMES, REDUCE_SPARSE: 4}
     return [(str(n.target), (str(n.args[named[n.target]]),) if n.target in named else ()) for n in nodes]
 
