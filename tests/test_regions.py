@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import least, peak_of
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.plan import Plan
-from autoshard.rehearsal import rehearse
+from autoshard.rehearsal import prepare, rehearse
 from autoshard.report import plan_tables, rendered
 from autoshard.savings import Savings
 from autoshard.torch_internals import FakeTensorMode
@@ -165,6 +166,17 @@ def test_backward_calls_the_blocks_of_a_region_again_and_gathers_one_at_a_time()
     assert gathered == [0, *range(15)]  # each while the one before it is used
 
 
+def test_what_a_region_gathers_is_among_what_processes_compare() -> None:
+    """Else one whose block could not be called again would wait in another's gather."""
+    captured, plan = capture(Deep(), inputs()), autoshard.plan(Deep(), inputs(), config(3), Cluster(1, 2, DEVICES["cpu"]))
+    prepared = prepare(captured, with_policies(keeping_none(plan), Deep, REGIONS), False)
+    with captured.tracing.entered():
+        halves = prepared.joint.copied().halves(prepared.compilation.partition)
+    assert halves.backward is not None
+    gathered = Counter(name for op, names in graphs.collectives(halves.backward) if "unshard" in op for name in names)
+    assert [gathered[f"layers.{i}.up.weight"] for i in range(9)] == [2, 2, 1] * 3
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_only_what_enters_a_region_waits_for_backward(zero: int) -> None:
     captured, plan = capture(Deep(), inputs(64)), autoshard.plan(Deep(), inputs(64), config(zero), Cluster(1, 2, DEVICES["cpu"]))
@@ -185,13 +197,13 @@ def test_a_block_that_is_called_again_draws_what_it_drew(device: str) -> None:
     x = torch.ones(4, device=device)
     made = Block((Value("input", 0),), (x, x), 1, lambda given: [given[0] * torch.rand_like(given[0]) * torch.rand(()).item(), given[0] + 1])
     key = register("drawing", made)
-    state = torch.ops.autoshard.random_state(x, 0)
+    state = torch.ops.autoshard.random_state([x], 0)
     first = torch.ops.autoshard.block([x], [], key, 0)
-    after = torch.ops.autoshard.random_state(x, 0)
+    after = torch.ops.autoshard.random_state([x], 0)
     assert same(torch.ops.autoshard.repeat_block([x], [], key, state), first[:1])
-    assert torch.equal(after, torch.ops.autoshard.random_state(x, 0)) and not torch.equal(after, state)
+    assert torch.equal(after, torch.ops.autoshard.random_state([x], 0)) and not torch.equal(after, state)
     with FakeTensorMode() as mode:
-        assert torch.ops.autoshard.random_state(mode.from_tensor(x), 0).shape == state.shape
+        assert torch.ops.autoshard.random_state([mode.from_tensor(x)], 0).shape == state.shape
 
 
 class Strange(Stack):

@@ -8,7 +8,7 @@ so that a gathered parameter can still be dropped and gathered again.
 
 [Note: Repeated blocks] `repeat_block` is a block's forward once more, for backward: what a block gave that was not saved. It draws the
 numbers that the first call drew, since it begins with the states of generators that `random_state` took in front of that call, the
-processor's and the device's. So it runs the same code, whatever that draws, and gives the same bits.
+processor's and the GPU's. So it runs the same code, whatever that draws, and gives the same bits.
 """
 
 from __future__ import annotations
@@ -92,25 +92,25 @@ def run_block(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: i
     return list(made.forward([given[v.kind][v.index] for v in made.inputs]))
 
 
-def take_random_state(like: Tensor, call: int) -> Tensor:
-    """The states of the generators of the processor and of a tensor's device, as bytes. call: another number for each block's."""
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in _devices(like))]
-    return torch.cat(states)
+def take_random_state(tensors: Sequence[Tensor], call: int) -> Tensor:
+    """The states of the generators of the processor and of these tensors' GPUs, as bytes. call: another number for each block's."""
+    return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus(tensors))])
 
 
 def repeat(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, state: Tensor) -> list[Tensor]:
     """The results of the block of this key once more, beginning with this random state."""
-    devices = _devices(tensors[0])
-    with torch.random.fork_rng(devices):
-        torch.set_rng_state(state[:_PROCESSOR_STATE])
-        for device in devices:
-            torch.cuda.set_rng_state(state[_PROCESSOR_STATE:], device)
+    gpus = _gpus(tensors)
+    processor, *others = state.split([_PROCESSOR_STATE, *[_CUDA_STATE] * len(gpus)])
+    with torch.random.fork_rng(gpus):
+        torch.set_rng_state(processor)
+        for gpu, other in zip(gpus, others):
+            torch.cuda.set_rng_state(other, gpu)
         return run_block(tensors, sizes, key, 0)[: _blocks[key].results]
 
 
-def _devices(tensor: Tensor) -> list[torch.device]:
-    """Whose generators a block draws from, beside the processor's."""
-    return [tensor.device] if tensor.is_cuda else []
+def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
+    """Whose generators a block may draw from, beside the processor's."""
+    return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
 
 
 def run_backward(
@@ -147,8 +147,8 @@ def _(saved: Sequence[Tensor], tangents: Sequence[Tensor], sizes: Sequence[int],
 
 
 @random_state.register_fake
-def _(like: Tensor, call: int) -> Tensor:
-    return torch.empty(_PROCESSOR_STATE + (_CUDA_STATE if like.device.type == "cuda" else 0), dtype=torch.uint8)
+def _(tensors: Sequence[Tensor], call: int) -> Tensor:
+    return torch.empty(_PROCESSOR_STATE + _CUDA_STATE * len(_gpus(tensors)), dtype=torch.uint8)
 
 
 @repeat_block.register_fake

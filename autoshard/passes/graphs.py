@@ -100,8 +100,10 @@ def leads_to(node: Node, *targets: Any) -> bool:
 
 
 def collectives(gm: GraphModule) -> list[Op]:
-    """What a graph communicates, before its messages are put together: each op is of one parameter still."""
-    return [(str(node.target), serves(node)) for node in gm.graph.nodes if _communicates(node)]
+    """What a graph communicates, before its messages are put together: each op is of one parameter still. What a block takes that is
+    called again is gathered twice."""
+    called = (source for call in calls(gm, REPEAT_BLOCK) for source in call.all_input_nodes)
+    return [(str(node.target), serves(node)) for node in (*gm.graph.nodes, *called) if _communicates(node)]
 
 
 def started(gm: GraphModule) -> list[Op]:

@@ -77,7 +77,7 @@ class _Chain:
         graph, results = call.graph, block_named(str(key)).results
         given: Any = tensors
         with graph.inserting_before(call):
-            state = graph.call_function(graphs.RANDOM_STATE, (given[0], number))
+            state = graph.call_function(graphs.RANDOM_STATE, (given, number))
         with graph.inserting_after(call):
             again = graph.call_function(graphs.REPEAT_BLOCK, ([self.again.get(t, t) for t in given], sizes, key, state))
         call.args = ([*given, state], sizes, key, number)
