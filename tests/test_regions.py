@@ -171,7 +171,7 @@ def test_what_a_region_gathers_is_among_what_processes_compare() -> None:
     captured, plan = capture(Deep(), inputs()), autoshard.plan(Deep(), inputs(), config(3), Cluster(1, 2, DEVICES["cpu"]))
     prepared = prepare(captured, with_policies(keeping_none(plan), Deep, REGIONS), False)
     with captured.tracing.entered():
-        halves = prepared.joint.copied().halves(prepared.compilation.partition)
+        halves = prepared.joint.copied().halves(prepared.compilation.part)
     assert halves.backward is not None
     gathered = Counter(name for op, names in graphs.collectives(halves.backward) if "unshard" in op for name in names)
     assert [gathered[f"layers.{i}.up.weight"] for i in range(9)] == [2, 2, 1] * 3
