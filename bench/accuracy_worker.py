@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent))
 
 import contenders  # noqa: E402
+import lone_rank  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
 from accuracy import PROBE, PROBE_MEMORY, Case  # noqa: E402
@@ -32,7 +33,7 @@ WARM_UP, ROUNDS = 4, 15
 def contender(case: Case, plan: str) -> contenders.Contender:
     """The model and the optimizer of a case. plan: the file of what was predicted."""
     torch.manual_seed(0)
-    model = zoo.MODELS[case.model][0]().train()
+    model = zoo.MODELS[case.model][0]().train().to(case.kind)
     optimizer = NAMED[case.optimizer](list(model.parameters()))
     return zoo.contender(model, optimizer, autoshard.backend(autoshard.Config(plan=plan, codegen=case.codegen, verbose=False)))
 
@@ -74,24 +75,73 @@ def probes() -> Iterator[tuple[float, float]]:
         yield (between - start) / 3, (time.perf_counter() - between) / len(terms)
 
 
+def memory_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
+    """Bytes held between steps, and at the peak of one."""
+    held = worker.held_bytes(made)
+    return {"held": held, "peak": held + worker.step_growth(made, batch)}
+
+
+def memory_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
+    """The same by CUDA's caching allocator, and what it has reserved; what it had given out that is no tensor's is by itself."""
+    held = worker.held_bytes(made, "cuda")
+    libraries = torch.cuda.memory_allocated() - held
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        made.step(batch)
+    most = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return {"held": held, "libraries": libraries, **{name: size - libraries for name, size in most.items()}}
+
+
+def times_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, float]:
+    """Seconds of a step and of the probes."""
+    taken = [(seconds, *probed) for seconds, probed in zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probes())]
+    return dict(zip(("step", "probe", "memory probe"), map(statistics.median, zip(*taken))))
+
+
+def times_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, float]:
+    """Seconds of a step, by the GPU's clock."""
+    return {"step": statistics.median(_timed_on_gpu(lambda: made.step(batch)) for _ in range(ROUNDS))}
+
+
+def _timed_on_gpu(step: Callable[[], object]) -> float:
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begun.record()
+    step()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
+
+
+def join(case: Case) -> None:
+    """Makes this process one of the case's."""
+    if case.lone:
+        lone_rank.join(case.world)
+    elif "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def measured(case: Case, plan: str) -> dict[str, float]:
+    """What this process finds of a case, by the plan in a file."""
+    made = contender(case, plan)
+    batch = {name: x.to(case.kind) for name, x in zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank())).items()}
+    for _ in range(WARM_UP):
+        made.step(batch)
+    memory, times = (memory_on_cpu, times_on_cpu) if case.kind == "cpu" else (memory_on_gpu, times_on_gpu)
+    found: dict[str, float] = {**kept_bytes(made, lambda: made.step(batch)), **memory(made, batch)}
+    return {**found, **times(made, batch)} if case.timed else found
+
+
 def main() -> None:
     """Measures, and writes what rank 0 found."""
     case = Case(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    made = contender(case, sys.argv[2])
-    batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
-    for _ in range(WARM_UP):
-        made.step(batch)
-    kept = kept_bytes(made, lambda: made.step(batch))
-    held = worker.held_bytes(made)
-    peak = held + worker.step_growth(made, batch)
-    taken = [(seconds, *probed) for seconds, probed in zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probes())]
+    join(case)
+    found = measured(case, sys.argv[2])
     if dist.get_rank() == 0:
-        seconds = dict(zip(("step", "probe", "memory probe"), map(statistics.median, zip(*taken))))
-        found = {"held": held, "peak": peak, **seconds, **kept}
         Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)

@@ -140,8 +140,8 @@ def measure_memory(name: str) -> Measured:
     return measured
 
 
-def held_bytes(contender: contenders.Contender) -> int:
-    """Bytes of all storages that are alive between steps: state, and buffers that a system keeps for itself.
+def held_bytes(contender: contenders.Contender, device: str = "cpu") -> int:
+    """Bytes of all storages on such devices that are alive between steps: state, and buffers that a system keeps for itself.
 
     All tensors that Python knows of, rather than those of the model and its optimizer, because flat buffers
     and copies that a system keeps elsewhere are memory too.
@@ -149,18 +149,18 @@ def held_bytes(contender: contenders.Contender) -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and _has_bytes(thing):
+        if issubclass(type(thing), Tensor) and _has_bytes(thing, device):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) + _ddp_buckets(contender)
 
 
-def _has_bytes(tensor: Tensor) -> bool:
-    """True for tensors with memory of their own: not DTensors (their local tensor counts) nor fake ones."""
+def _has_bytes(tensor: Tensor, device: str) -> bool:
+    """True for tensors with memory of their own there: not DTensors (their local tensor counts) nor fake ones."""
     if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor):
         return False
     return (
-        tensor.device.type == "cpu"
+        tensor.device.type == device
         and tensor.layout == torch.strided
         and not torch._is_functional_tensor(tensor)
     )

@@ -42,6 +42,14 @@ def llama(layers: int = 4) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, use_cache=False))
 
 
+def wide() -> nn.Module:
+    """A Llama that keeps a GPU busy, of which one kernel takes longer than its launch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 2048, "hidden_size": 2048, "intermediate_size": 5504, "max_position_embeddings": 512}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8, num_attention_heads=16, use_cache=False))
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -103,6 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "vit": (vit, _images),
     "conv": (conv, _small_images),
     "mlp": (mlp, _vectors),
+    "wide": (wide, _tokens),
 }
 
 
