@@ -35,7 +35,6 @@ EVERYONE = "everyone"
 DEFAULT = registry.parse(registry.DEFAULT)
 NAME_OF_AXES = "+".join  # a rehearsal's process groups have the names of their axes: see `groups_of`
 Computes = tuple[str, frozenset[int], frozenset[int]]  # a block's key, which of its inputs are gathered copies, and which are fixed
-_BLOCK_BACKWARD = torch.ops.autoshard.block_backward.default
 
 
 @dataclass(frozen=True)
@@ -333,7 +332,7 @@ def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:
         tensors, sizes, key, _ = arguments
         made, given = block_named(key), {"input": tensors, "size": sizes}
         return _graph(made.forward), [given[v.kind][v.index] for v in made.inputs]
-    if graphs.is_call(node, _BLOCK_BACKWARD):
+    if graphs.is_call(node, graphs.BLOCK_BACKWARD):
         saved, tangents, sizes, key = arguments
         return _graph(block_named(key).backward), [*sizes, *saved, *tangents]
     return None

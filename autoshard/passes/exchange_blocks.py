@@ -11,25 +11,21 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from autoshard.ops.block import block_named
 from autoshard.passes import graphs
 
-_BACKWARD = torch.ops.autoshard.block_backward.default
-
 
 def can_exchange(joint: GraphModule, keys: Mapping[Node, str]) -> bool:
     """Whether no more than a trace knew has to be known. keys: for each call of a block the other one's."""
-    backwards = {node.meta.get("seq_nr") for node in graphs.calls(joint, _BACKWARD)}
-    once = len({call.meta.get("seq_nr") for call in keys}) == len(keys) and len(backwards) == len(graphs.calls(joint, _BACKWARD))
+    once = all(len({n.meta.get("seq_nr") for n in nodes}) == len(nodes) for nodes in (keys, graphs.calls(joint, graphs.BLOCK_BACKWARD)))
     return once and all(_alike(str(call.args[2]), key) for call, key in keys.items())
 
 
 def exchange_blocks(joint: GraphModule, keys: Mapping[Node, str]) -> None:
     """Of a joint graph in which `can_exchange` holds."""
-    backwards = {node.meta["seq_nr"]: node for node in graphs.calls(joint, _BACKWARD)}
+    backwards = {node.meta["seq_nr"]: node for node in graphs.calls(joint, graphs.BLOCK_BACKWARD)}
     for call, key in keys.items():
         _exchange(joint, call, backwards.get(call.meta["seq_nr"]), key)
     graphs.fill_examples(joint)

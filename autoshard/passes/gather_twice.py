@@ -64,5 +64,4 @@ def _move_to_use(gm: GraphModule, nodes: Collection[Node]) -> None:
         if node in nodes and not node.users:
             gm.graph.erase_node(node)
         elif node in nodes:
-            at = graphs.positions(gm.graph)
-            min(node.users, key=at.__getitem__).prepend(node)
+            min(node.users).prepend(node)
