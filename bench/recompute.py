@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -244,13 +245,17 @@ def least(what: str, within: str, most: float, rows: list[dict[str, Any]]) -> fl
     return min((r[what] for r in rows if r["way"] == "autoshard" and r[within] <= most * EQUAL), default=float("nan"))
 
 
+def _ratio(ratio: float) -> str:
+    return "none" if math.isnan(ratio) else f"{ratio:.2f}x"
+
+
 def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
     """Markdown: a table for each model, times as ratios to the point that saves all, of autoshard."""
     lines = [
         f"Peak and step time on {report.cpu_name()} with {os.cpu_count()} cores, torch {torch.__version__}, one process of "
         f"one thread, {codegen}, batch {batch}. Times are ratios to autoshard's with the highest budget; the last columns are "
         "autoshard's time at no more than that way's peak, and its peak in no more than that way's time (both to 0.5 %), divided by "
-        "that way's. Written by `python bench/recompute.py`.",
+        "that way's; none: that way is faster. Written by `python bench/recompute.py`.",
     ]
     for model in dict.fromkeys(r["model"] for r in rows):
         own = [r for r in rows if r["model"] == model]
@@ -260,7 +265,7 @@ def table(rows: list[dict[str, Any]], codegen: str, batch: int) -> str:
         for r in own:
             off = f"{r['predicted'] / r['peak'] - 1:+.1%}" if r["predicted"] else ""
             ratios = (least(a, b, r[b], own) / r[a] for a, b in (("step", "peak"), ("peak", "step")))
-            ours = " | ".join(f"{ratio:.2f}x" if r["way"] != "autoshard" else "" for ratio in ratios)
+            ours = " | ".join(map(_ratio, ratios) if r["way"] != "autoshard" else ("", ""))
             peak, time = f"{r['peak'] / 1e6:.1f}", f"{r['step'] / unit:.2f}"
             lines.append(f"| {WAYS[r['way']]} | {r['label']} | {peak} | {off} | {time} | {ours} |")
     return "\n".join([*lines, ""])
