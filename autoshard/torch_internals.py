@@ -796,7 +796,8 @@ def transport_of(device_type: str) -> str:
 
 
 def gloo_in_turn() -> str:
-    """The name of a backend that is gloo with one worker thread, for groups beside torch's own of gloo. Seen: 2.11, 2.13.
+    """The name of a backend that is gloo with one worker thread, for groups beside torch's own of gloo; sends of even and of odd tags
+    go by connections of their own, each served by a thread. Seen: 2.11, 2.13.
 
     [Note: gloo in turn] With more threads (torch's choice is two) gloo crashes now and then, or stands still, while
     several collectives of a group are on their way: `bench/gloo_race.py` shows it in plain torch. One thread carries
@@ -813,7 +814,8 @@ def _gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) ->
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch reads it
-    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    makes = [functools.partial(gloo.create_device, interface=name) for name in names] or [gloo.create_default_device]
+    options._devices = [make() for make in makes for _ in range(2)]  # gloo takes the one whose number is the tag's remainder
     options._threads, options._timeout = 1, timeout
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autoshard
+from autoshard import torch_internals
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
@@ -21,7 +22,9 @@ from autoshard.ops.direct import (
     SUM_DIRECT,
     SUM_SWAPPED,
     SWAP_DIRECT,
+    run_exchange,
     run_gather,
+    run_swap,
 )
 from autoshard.passes import graphs
 from autoshard.plan import Plan
@@ -44,6 +47,40 @@ def _group() -> tuple[str, int, int]:
 def _whole(number: int, rank: int, size: int, count: int) -> torch.Tensor:
     """What a process has in the collective of this number, other than all others."""
     return torch.arange(size * count, dtype=torch.float32) + 1000 * number + 100_000 * rank
+
+
+@dataclass
+class _Told:
+    """A group whose sends and receives are noted as (from, to, tag)."""
+
+    own: int
+    sent: list[tuple[int, int, int]] = field(default_factory=list)
+    received: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def rank(self) -> int:
+        return self.own
+
+    def send(self, _: object, to: int, tag: int) -> None:
+        self.sent.append((self.own, to, tag))
+
+    def recv(self, _: object, source: int, tag: int) -> None:
+        self.received.append((source, self.own, tag))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_goes_up_and_what_goes_down_the_ranks_have_lanes_of_their_own(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: Lanes]: gloo takes the connection whose number is what the tag leaves when it is divided by two."""
+    told = [_Told(rank) for rank in range(size)]
+    monkeypatch.setattr(torch_internals, "register_work", lambda *_: None)
+    for group in told:
+        monkeypatch.setattr(torch_internals, "group_named", lambda _, group=group: group)
+        for run in (run_gather, run_exchange):
+            run(torch.zeros(size), size, "")
+        if size == 2:
+            run_swap(torch.zeros(size), "")
+    sent, received = ([message for group in told for message in getattr(group, way)] for way in ("sent", "received"))
+    assert sorted(sent) == sorted(received)
+    assert {tag % 2 for source, to, tag in sent if source < to} == {0} and {tag % 2 for source, to, tag in sent if source > to} == {1}
 
 
 def gathered() -> list[bool]:

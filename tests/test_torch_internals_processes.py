@@ -69,6 +69,21 @@ def test_gloo_in_turn_bears_collectives_that_run_at_once(two: Processes) -> None
     assert two.run(_many_at_once) == ["gloo_in_turn"] * 2
 
 
+def _loops_of_a_new_group() -> int:
+    """Threads that each serve connections of their own."""
+    before = _loops()
+    dist.new_group(backend=torch_internals.gloo_in_turn())
+    return _loops() - before
+
+
+def _loops() -> int:
+    return sum(name.read_text().startswith("gloo_tcp_loop") for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_gloo_in_turn_has_two_sets_of_connections(two: Processes) -> None:
+    assert two.run(_loops_of_a_new_group) == [2, 2]
+
+
 def _transports() -> tuple[list[str], str]:
     join = functools.partial(processes.join, torch.device("cuda"), Patience(5.0, None, print))
     return [torch_internals.transport_of(kind) for kind in ("cpu", "cuda")], what_is_said(join)

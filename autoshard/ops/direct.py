@@ -8,6 +8,12 @@ for all of it, as for a collective of torch's. Of one process's messages to anot
 says what belongs together. Nothing is sent out of memory that somebody may write to before it has gone: a gather sends its own copy,
 and what an exchange or a swap sends is read once more, to be added up, when the other's has arrived.
 
+[Note: Lanes] Before gloo sends anything its receiver says that it is ready. On one connection that word stands in the queue behind
+all that goes the same way, and the thread that serves it cannot write while it reads; beside a computation that takes all
+processors the line then carries three quarters of its rate. So what goes up the ranks has a connection and a thread of its own, and what
+goes down: bytes go one way, words the other. Two hosts that swap 15 MB in 30 parts beside 126 ms of computation do so in 0.87 of the
+time, in 8 parts in as much (`python bench/lanes.py`).
+
 An all-reduce over more than two processes is an exchange, a sum of one's own part, and a gather of these: as many bytes as in a ring.
 Two of them swap all that they have, as many bytes too, and both add up. Each sum is made once, or by both in one order: so it has
 the same bits everywhere.
@@ -26,7 +32,7 @@ from autoshard import torch_internals
 from autoshard.errors import PlanError
 from autoshard.ops.define import define
 
-GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # tags; 0 is what a loop's own sends have
+GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # 0 is what a loop's own sends have
 
 
 def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
@@ -100,12 +106,13 @@ def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], give
     """Asks for and offers these parts, by process, but for this one's own; who comes next in turn first, so that not all send to one.
     What waits for `result` waits for all."""
     own, size = over.rank(), len(gives)
+    lane = {True: 2 * tag, False: 2 * tag + 1}  # by whether it goes to a higher rank: see [Note: Lanes]
     if not result.numel():
         return
     for step in range(1, size):
         source, to = (own - step) % size, (own + step) % size
-        torch_internals.register_work(result, over.recv([takes[source]], source, tag))
-        torch_internals.register_work(result, over.send([gives[to]], to, tag))
+        torch_internals.register_work(result, over.recv([takes[source]], source, lane[own > source]))
+        torch_internals.register_work(result, over.send([gives[to]], to, lane[to > own]))
 
 
 GATHER_DIRECT: Any = define(
