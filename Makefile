@@ -47,6 +47,7 @@ bench-links: $(VENV)/ready
 	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/messages.py
 	$(BIN)/python bench/sums.py
+	$(BIN)/python bench/lanes.py
 	$(BIN)/python bench/timeline.py
 	$(BIN)/python bench/hierarchy.py
 	$(BIN)/python bench/compression.py
