@@ -30,14 +30,15 @@ from autoshard import torch_internals  # noqa: E402
 
 BYTES, COMPUTED = 15_300_000, 0.126  # of the 4.2 M Llama of bench/run.py: what its gradients take, and its backward
 PARTS, RATES, TIMES, JOBS = (8, 30), (1000,), 40, 2
-ALONE = "nothing else"
+LANES = {"one for both": False, "one a direction": True}
+ALONE = "nothing computed"
 
 
-def work(seconds: float, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Computes for so long as this thread runs."""
+def work(seconds: float, a: torch.Tensor) -> None:
+    """Computes until this thread has run for so long."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
-        torch.mm(a, b)
+        torch.mm(a, a)
 
 
 def swap(group: Any, whole: torch.Tensor, place: torch.Tensor, parts: int, lanes: bool, computed: float) -> float:
@@ -47,7 +48,7 @@ def swap(group: Any, whole: torch.Tensor, place: torch.Tensor, parts: int, lanes
     dist.barrier()
     start = time.perf_counter()
     for part, brought in zip(whole.chunk(parts), place.chunk(parts)):
-        work(computed / parts, a, a)
+        work(computed / parts, a)
         works += [group.recv([brought], other, int(lanes and own < other)), group.send([part], other, int(lanes and own > other))]
     for one in works:
         one.wait()
@@ -59,7 +60,7 @@ def serve(out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = torch_internals.group_named(dist.new_group(backend=torch_internals.gloo_in_turn()).group_name)
-    job = partial(swap, group, torch.ones(BYTES // 4), torch.zeros(BYTES // 4))  # that the allocator gives a step anew lies there already
+    job = partial(swap, group, torch.ones(BYTES // 4), torch.zeros(BYTES // 4))  # a step's memory was touched before, too
     ways = {ALONE: partial(job, PARTS[-1], True, 0.0)}
     ways |= {f"{parts} parts, {name}": partial(job, parts, lanes, COMPUTED) for parts in PARTS for name, lanes in LANES.items()}
     # Of each way all in a row: connections that were idle begin slowly, and a job's are not.
@@ -68,9 +69,6 @@ def serve(out: Path) -> None:
         out.write_text(json.dumps({name: 1e3 * statistics.median(seconds[TIMES // 5 :]) for name, seconds in taken.items()}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-LANES = {"one for both": False, "one a direction": True}
 
 
 def measure(rate: int, scratch: Path) -> dict[str, float]:

@@ -32,7 +32,7 @@ from autoshard import torch_internals
 from autoshard.errors import PlanError
 from autoshard.ops.define import define
 
-GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # 0 is what a loop's own sends have
+GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # each has two tags; 0 is that of a loop's own sends
 
 
 def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
@@ -102,11 +102,11 @@ def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
     return torch_internals.group_named(name)
 
 
-def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], gives: Sequence[Tensor], tag: int) -> None:
+def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], gives: Sequence[Tensor], kind: int) -> None:
     """Asks for and offers these parts, by process, but for this one's own; who comes next in turn first, so that not all send to one.
     What waits for `result` waits for all."""
     own, size = over.rank(), len(gives)
-    lane = {True: 2 * tag, False: 2 * tag + 1}  # by whether it goes to a higher rank: see [Note: Lanes]
+    lane = {True: 2 * kind, False: 2 * kind + 1}  # by whether it goes to a higher rank: see [Note: Lanes]
     if not result.numel():
         return
     for step in range(1, size):
