@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +23,13 @@ import torch.distributed as dist
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-import report  # noqa: E402
+import netns  # noqa: E402
+import run as side_by_side  # noqa: E402
 
 from autoshard import torch_internals  # noqa: E402
 
 BYTES, COMPUTED = 15_300_000, 0.126  # of the 4.2 M Llama of bench/run.py: what its gradients take, and its backward
-PARTS, RATES, TIMES, JOBS = (8, 30), (1000,), 40, 2
+PARTS, MBIT, TIMES, JOBS = (8, 30), 1000, 40, 2
 LANES = {"one for both": False, "one a direction": True}
 ALONE = "nothing computed"
 
@@ -71,45 +71,45 @@ def serve(out: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(rate: int, scratch: Path) -> dict[str, float]:
+def measure(scratch: Path) -> dict[str, float]:
     """Of several jobs the medians: connections differ."""
     found = []
-    for job in range(JOBS):
-        out = scratch / f"{rate}-{job}.json"
-        command = [sys.executable, str(HERE / "netns.py"), "--hosts", "2", "--mbit", str(rate), "--", sys.executable, __file__]
-        subprocess.run([*command, "--out", str(out)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for _ in range(JOBS):
+        out = scratch / "milliseconds.json"
+        if code := netns.run(netns.Job([sys.executable, __file__, "--out", str(out)], mbit=MBIT, env={"PYTHONPATH": str(HERE.parent)})):
+            sys.exit(code)
         found.append(json.loads(out.read_text()))
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
-def table(found: dict[int, dict[str, float]]) -> str:
+def table(took: dict[str, float]) -> str:
     """Markdown."""
+    machine = side_by_side.machine("network namespaces")
     lines = [
-        f"Two hosts of one process swap {BYTES / 1e6:.1f} MB each beside {COMPUTED * 1e3:.0f} ms of computation, on {report.cpu_name()} with "
-        f"{os.cpu_count()} cores, torch {torch.__version__}, gloo: milliseconds, medians of {JOBS} jobs of {TIMES}. Written by "
+        f"Two hosts of one process swap {BYTES / 1e6:.1f} MB each at {MBIT} Mbit/s beside {COMPUTED * 1e3:.0f} ms of computation: milliseconds, "
+        f"medians of {JOBS} jobs of {TIMES}. {machine.cpu}, {machine.cores} cores, torch {machine.torch}, gloo, {machine.date}. Written by "
         "`python bench/lanes.py`.",
         "",
-        "| Mbit/s | parts | nothing computed | one connection | one a direction | ratio |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| parts | nothing computed | one connection | one a direction | ratio |",
+        "|---:|---:|---:|---:|---:|",
     ]
-    for rate, took in found.items():
-        for parts in PARTS:
-            both, apart = (took[f"{parts} parts, {name}"] for name in LANES)
-            lines.append(f"| {rate} | {parts} | {took[ALONE]:.0f} | {both:.0f} | {apart:.0f} | {apart / both:.2f} |")
+    for parts in PARTS:
+        both, apart = (took[f"{parts} parts, {name}"] for name in LANES)
+        lines.append(f"| {parts} | {took[ALONE]:.0f} | {both:.0f} | {apart:.0f} | {apart / both:.2f} |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    """All of it, or one host of it."""
+    """All of it; with RANK set, one host of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "lanes.md")
     asked = parser.parse_args()
-    if asked.out:
+    if "RANK" in os.environ:
         serve(asked.out)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        written = table({rate: measure(rate, Path(scratch)) for rate in RATES})
-    (HERE / "results" / "lanes.md").write_text(written)
+        written = table(measure(Path(scratch)))
+    asked.out.write_text(written)
     print(written)
 
 
