@@ -23,7 +23,7 @@ from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
 from autoshard.cost_model.program import Category, Operation, Program
 from autoshard.cost_model.schedule import Schedule
-from autoshard.cost_model.step_memory import Held, program_of
+from autoshard.cost_model.step_memory import Held, Listed, program_of
 from autoshard.cost_model.step_time import StepTime, schedule, step_time, traffic
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
@@ -124,7 +124,7 @@ class Forecaster:
         key = _key(plan)
         if key not in self._known:
             held, unknown = self._held(plan)
-            program, curve, took = self._simulate(plan, self._rehearsed(plan), held)
+            program, curve, took = self._simulate(plan, self._rehearsed(plan).listed, held)
             self._known[key] = program, curve, took, (*unknown, *_guessed(program))
         return self._known[key]
 
@@ -135,8 +135,8 @@ class Forecaster:
         held, _ = self._held(plan)
         return curve, schedule(program, held, self.cluster, groups_of(plan, self.cluster), self.inductor)
 
-    def _simulate(self, plan: Plan, rehearsed: Rehearsed, held: Held) -> tuple[Program, Curve, StepTime]:
-        program = self._program(rehearsed, held)
+    def _simulate(self, plan: Plan, listed: Listed, held: Held) -> tuple[Program, Curve, StepTime]:
+        program = self._program(listed, held)
         took = step_time(program, held, self.cluster, groups_of(plan, self.cluster), self.inductor)
         land(program, took.timeline)
         return program, simulate(program), took
@@ -194,8 +194,8 @@ class Forecaster:
             self._kinds(usual),
             usual=_step(program, curve, took),
             kept=kept_of(self._rehearsed(usual)),
-            simulate=lambda rehearsed: _step(*self._simulate(plan, rehearsed, held)),
-            simulate_alone=lambda rehearsed: _step(*self._simulate(plan, rehearsed, Held({}, 0, 0))),
+            simulate=lambda listed: _step(*self._simulate(plan, listed, held)),
+            simulate_alone=lambda listed: _step(*self._simulate(plan, listed, Held({}, 0, 0))),
             seconds_of=self._seconds_of,
             copies=self._copies(usual),
             known=self._alone,
@@ -243,18 +243,8 @@ class Forecaster:
             self._ready[key] = self._outlined(plan, self.passes).prepared()
         return self._ready[key]
 
-    def _program(self, rehearsed: Rehearsed, held: Held) -> Program:
-        program = program_of(
-            rehearsed.forward,
-            rehearsed.backward,
-            rehearsed.results,
-            rehearsed.saved,
-            held,
-            body_of,
-            self.cluster.device.inside.scatters,
-            whole=not rehearsed.blocks,
-            open=self.captured.open,
-        )
+    def _program(self, listed: Listed, held: Held) -> Program:
+        program = program_of(listed, held, body_of, self.cluster.device.inside.scatters, self.captured.open)
         program = fuse(program) if self.inductor else program
         if self.cluster.device.name == "cpu":
             add_workspaces(program, channels_last=self.inductor)

@@ -20,6 +20,9 @@ from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.hardware import Device
+from autoshard.cost_model.program import Listing
+from autoshard.cost_model.step_memory import Listed
+from autoshard.listing import JointList
 from autoshard.ops.block import Block, block_named, register
 from autoshard.ops.layout import ACROSS, INSIDE, layout_of, layout_of_parameter
 from autoshard.ops.low_rank import residue_shapes
@@ -50,6 +53,12 @@ class Rehearsed:
     results: int
     saved: dict[int, int]
     blocks: tuple[Block, ...]
+
+    @property
+    def listed(self) -> Listed:
+        """What a program is written from."""
+        backward = None if self.backward is None else Listing.of(self.backward)
+        return Listed(Listing.of(self.forward), backward, self.results, self.saved, whole=not self.blocks)
 
 
 def rehearse(captured: Capture, plan: Plan, inductor: bool) -> Rehearsed:
@@ -182,6 +191,11 @@ class Prepared:
         assert halves.backward is not None
         return Rehearsed(halves.forward, halves.backward, halves.results, _links(halves), ())
 
+    def listed(self, kind: Kind) -> JointList:
+        """The same for many policies."""
+        assert kind.joint.keywords is not None
+        return JointList.of(kind.joint.graph, kind.joint.keywords["num_fwd_outputs"], self.compilation.context.plan.stacks)
+
 
 class _Rehearsal(Compilation):
     """A compilation that ends before code is generated."""
@@ -251,10 +265,11 @@ class Written:
 
 
 def _links(halves: Halves) -> dict[int, int]:
-    """The partitioner calls what backward takes by the name that it has in forward."""
+    """The partitioner calls what backward takes by the name that it has in forward; but for random states."""
     if halves.backward is None:
         return {}
     places = {n.name: i for i, n in enumerate(halves.backward.graph.find_nodes(op="placeholder"))}
+    places |= {saved.name: places[given.name] for saved, given in torch_internals.random_states(halves.forward, halves.backward)}
     outputs: Sequence[Any] = halves.forward.graph.output_node().args[0]  # type: ignore[assignment]
     saved = list(enumerate(outputs))[halves.results :]
     return {i: places[n.name] for i, n in saved if isinstance(n, Node) and n.name in places}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -24,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 from autoshard import torch_internals
 from autoshard.cost_model.program import Operation, Piece, Program
 from autoshard.cost_model.sizes import Size, bytes_of
+from autoshard.cost_model.step_memory import Listed
 from autoshard.cost_model.work import kind_of
+from autoshard.cost_model.workspace import STATE
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
 from autoshard.passes.recompute import backward_of, needed, operations, values_of_blocks
@@ -65,8 +68,8 @@ class Savings:
     kinds: Sequence[Kind]
     usual: Step
     kept: Set[str]
-    simulate: Callable[[Rehearsed], Step]
-    simulate_alone: Callable[[Rehearsed], Step]
+    simulate: Callable[[Listed], Step]
+    simulate_alone: Callable[[Listed], Step]
     seconds_of: Callable[[Operation], float]
     copies: Mapping[str, Copies]
     known: dict[int, list[Option]]
@@ -82,7 +85,7 @@ class Savings:
         for level in range(max(map(len, joint.values()), default=0)):
             policies = {name: found[level] for name, found in joint.items() if level < len(found)}
             cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
-            for name, seen in _measured(self.simulate(cut), set(options), plan.stacks).items():
+            for name, seen in _measured(self.simulate(cut.listed), set(options), plan.stacks).items():
                 if name in policies:
                     options[name][policies[name]] = seen
         for kind in apart:
@@ -98,10 +101,9 @@ class Savings:
         return with_regions(blocks, {name: again for kind in kinds for again in [self._again(kind)] for name in kind.names})
 
     def _again(self, kind: Kind) -> Again:
-        cut = self.prepared.cut_kind(kind, "full")
-        step = self.simulate_alone(cut)
-        results: Sequence[Any] = cut.forward.graph.output_node().args[0][: cut.results]  # type: ignore[index,assignment]
-        leaving = sum(self._number(bytes_of(n.meta["val"])) for n in results)
+        listed = self.prepared.listed(kind).by("full")
+        step = self.simulate_alone(listed)
+        leaving = sum(self._number(bytes_of(n.meta["val"])) for n in listed.forward.gives[: listed.results])
         return Again(leaving, sum(t for o, t in zip(step.program.operations, step.seconds) if o.half == "forward"))
 
     def _options(self, name: str, found: Mapping[str, _Seen]) -> Iterator[Option]:
@@ -154,14 +156,16 @@ class Savings:
         if key not in self.known:
             usual = self.prepared.cut_kind(kind, "none")
             policies = policies or next(iter(self.candidates(kind.joint.graph, kept_of(usual), stacks).values()), ())
-            cuts = {policy: self.prepared.cut_kind(kind, policy) for policy in policies}
-            self.known[key] = [self._option(policy, cut) for policy, cut in {"none": usual, **cuts}.items()]
+            joint = self.prepared.listed(kind)
+            listed = {"none": usual.listed} | {policy: joint.by(policy) for policy in policies}
+            self.known[key] = [self._option(policy, halves) for policy, halves in listed.items()]
         return self.known[key]
 
-    def _option(self, policy: str, cut: Rehearsed) -> Option:
-        step = self.simulate_alone(cut)
+    def _option(self, policy: str, listed: Listed) -> Option:
+        step = self.simulate_alone(listed)
+        states = STATE * sum(map(_draws, listed.repeated))
         saved = sum(self._number(p.bytes) for p in _saved(step.program))
-        return Option(policy, saved, max(step.totals), sum(step.seconds))
+        return Option(policy, saved + states, max(step.totals) + states, sum(step.seconds))
 
 
 def levels(sizes: Sequence[int]) -> list[int]:
@@ -254,6 +258,11 @@ def _made_by(node: Node) -> Node:
     while node.target is operator.getitem or torch_internals.is_view(node.target):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _draws(node: Node) -> bool:
+    """Whether the state that its random numbers began with has to be saved where it is repeated."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _saved(program: Program) -> Iterator[Piece]:

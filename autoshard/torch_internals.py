@@ -93,6 +93,7 @@ __all__ = [
     "original_of",
     "put_random_states_first",
     "random_call",
+    "random_states",
     "recompile_limit",
     "register_work",
     "rename",
@@ -107,6 +108,7 @@ __all__ = [
     "within_step",
     "without_autograd_cache",
     "without_budgets",
+    "without_repeats",
     "without_step_hooks",
     "wrap_compiled",
     "written_position",
@@ -681,6 +683,14 @@ def code_when_called() -> contextlib.AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
+def without_repeats(joint: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy of a joint graph as torch's partitioner makes one before it parts it: what is computed twice is there once. Nodes have the
+    names that they had. Seen: 2.11, 2.13."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(joint)  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def random_states_are_tensors() -> Iterator[None]:
     """A partition in here saves a GPU's random state as a tensor, where a random op is repeated in backward. As torch does it, as a
@@ -712,9 +722,8 @@ def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.Gr
     tensors first. Seen: 2.13; without effect on 2.11. The state's size, for which a trace has a symbol, is made a number.
     """
     inputs = backward.graph.find_nodes(op="placeholder")
-    states = [n for n in inputs if n.name.startswith("rng_state_output")]
-    given = [n for n in forward.graph.nodes if str(n.target) == "run_and_save_rng_state"]
-    for state in (*states, *(user for n in given for user in n.users if user.args[1] == 0)):
+    states = _given_states(backward)
+    for state in (*states, *_saved_states(forward)):
         int(state.meta["val"].shape[0])
     objects = [n for n in inputs if isinstance(n.meta["val"], FakeScriptObject)]
     if not states or not objects:
@@ -727,6 +736,20 @@ def put_random_states_first(forward: torch.fx.GraphModule, backward: torch.fx.Gr
     middle, start = end - len(states), end - len(states) - len(objects)
     values[start:end] = values[middle:end] + values[start:middle]
     output.args = (tuple(values),)
+
+
+def random_states(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    """The random states that a partitioned forward saves, each with the input of backward that it is. Seen: 2.11, 2.13."""
+    return list(zip(_saved_states(forward), _given_states(backward)))
+
+
+def _saved_states(forward: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    calls = [n for n in forward.graph.nodes if str(n.target) == "run_and_save_rng_state"]
+    return [user for call in calls for user in call.users if user.args[1] == 0]
+
+
+def _given_states(backward: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [n for n in backward.graph.find_nodes(op="placeholder") if n.name.startswith("rng_state_output")]
 
 
 class RandomCall(NamedTuple):

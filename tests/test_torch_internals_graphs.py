@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import pytest
@@ -145,6 +146,13 @@ def test_graphs_write_their_code_when_they_are_called() -> None:
     assert "sin" in lazy.code
 
 
+def test_what_is_computed_twice_is_there_once() -> None:
+    traced = make_fx(lambda x: (x.sin() + x.sin()) * x.cos())(torch.ones(3)).graph
+    once = torch_internals.without_repeats(traced)
+    assert [n.name for n in once.nodes] == [n.name for n in traced.nodes if n.name != "sin_1"]
+    assert len(traced.find_nodes(op="call_function", target=torch.ops.aten.sin.default)) == 2
+
+
 def _saving(names: list[str], **values: Any) -> torch.fx.GraphModule:
     """A graph of inputs alone that gives back the last of them, each with its fake value."""
     graph = torch.fx.Graph()
@@ -163,6 +171,20 @@ def test_random_states_are_saved_among_the_tensors() -> None:
     assert [n.name for n in forward.graph.output_node().args[0]] == ["loss", "x", "state", "mesh", "n"]
     inputs = [n.name for n in backward.graph.find_nodes(op="placeholder")]
     assert inputs == ["n", "x", "rng_state_output_0", "mesh", "tangent"]
+
+
+def test_random_states_are_found_on_both_sides() -> None:
+    from torch._prims import rng_prims
+
+    forward, backward = _saving(["x"]), _saving(["rng_state_output_0", "rng_state_output_1", "tangent"])
+    (x,) = forward.graph.find_nodes(op="placeholder")
+    with forward.graph.inserting_before(forward.graph.output_node()):
+        calls = [forward.graph.call_function(rng_prims.run_and_save_rng_state, (torch.ops.aten.rand_like.default, x)) for _ in range(2)]
+        states = [forward.graph.call_function(operator.getitem, (call, 0)) for call in calls]
+        for call in calls:
+            forward.graph.call_function(operator.getitem, (call, 1))
+    given = backward.graph.find_nodes(op="placeholder")
+    assert torch_internals.random_states(forward, backward) == list(zip(states, given[:2]))
 
 
 def test_a_random_call_is_seen_through_what_keeps_its_state() -> None:

@@ -8,6 +8,8 @@ long arithmetic; or it is made of more than a dozen tensors. So what it is made 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -24,10 +26,10 @@ _STORED = ("cat", "copy_", "slice_scatter", "select_scatter", "scatter", "induct
 
 @dataclass(frozen=True)
 class _Value:
-    """What a reader has to do for a value: the stored pieces to read, the calls to repeat."""
+    """What a reader has to do for a value: the stored pieces to read, the calls to repeat, each with its length."""
 
     reads: tuple[int, ...]
-    calls: tuple[Node, ...]
+    calls: Mapping[Node, int]
 
 
 def inline(program: Program) -> tuple[Program, set[int]]:
@@ -37,12 +39,13 @@ def inline(program: Program) -> tuple[Program, set[int]]:
     for at, operation in enumerate(program.operations):
         for piece in operation.reads:
             readers.setdefault(piece, []).append(at)
+    length_of = functools.cache(_length)  # a block that is called 48 times has the same nodes in each
     values: dict[int, _Value] = {}
     operations, gone = list(program.operations), set[int]()
     for at, operation in enumerate(program.operations):
         if operation.code is not None and fusible(operation):
-            value = _value_of(operation, values)
-            operations[at] = replace(operation, reads=value.reads, parts=value.calls if value.calls[1:] else ())
+            value = _value_of(operation, values, length_of)
+            operations[at] = replace(operation, reads=value.reads, parts=tuple(value.calls) if len(value.calls) > 1 else ())
             if _is_inlined(program, operation, value, readers):
                 values[operation.makes[0]] = value
                 gone.add(at)
@@ -59,20 +62,21 @@ def _is_inlined(program: Program, operation: Operation, value: _Value, readers: 
     return inside and generated and not _is_stored(value, len(reading))
 
 
-def _value_of(operation: Operation, values: dict[int, _Value]) -> _Value:
-    known = [values.get(p, _Value((p,), ())) for p in operation.reads]
+def _value_of(operation: Operation, values: dict[int, _Value], length_of: Callable[[Node], int]) -> _Value:
+    known = [values.get(p, _Value((p,), {})) for p in operation.reads]
     reads = dict.fromkeys(p for v in known for p in v.reads)
-    calls = dict.fromkeys(c for v in known for c in v.calls)
-    return _Value(tuple(reads), (*calls, operation.node))
+    calls = {call: length for v in known for call, length in v.calls.items()}
+    return _Value(tuple(reads), {**calls, operation.node: length_of(operation.node)})
 
 
 def _is_stored(value: _Value, readers: int) -> bool:
-    length = len(value.reads) + sum(1 + _constants(c) for c in value.calls)
+    length = len(value.reads) + sum(value.calls.values())
     if readers > 1:
         heavy = any(op_name(c) in _HEAVY for c in value.calls)
         return heavy or length > _LENGTH or len(value.reads) > _SHARED_READS
     return length > _LENGTH or len(value.reads) > _READS
 
 
-def _constants(call: Node) -> int:
-    return sum(isinstance(a, (int, float)) for a in tree_leaves((call.args, call.kwargs)))
+def _length(call: Node) -> int:
+    """Itself and its constants."""
+    return 1 + sum(isinstance(a, (int, float)) for a in tree_leaves((call.args, call.kwargs)))

@@ -130,6 +130,21 @@ class Program:
             self.pieces[piece].last = max(self.pieces[piece].last, until)
 
 
+@dataclass(frozen=True)
+class Listing:
+    """What a program is written from, of a graph or of a part of one: what it is given, what it calls in order, and what it gives."""
+
+    inputs: Sequence[Node]
+    calls: Sequence[Node]
+    gives: Sequence[Any]
+
+    @staticmethod
+    def of(gm: GraphModule) -> Listing:
+        """All of a graph."""
+        gives: Any = gm.graph.output_node().args[0]
+        return Listing(gm.graph.find_nodes(op="placeholder"), [n for n in gm.graph.nodes if n.op == "call_function"], gives)
+
+
 Body = tuple[GraphModule, Sequence[Node]]
 
 
@@ -144,16 +159,15 @@ class Writer:
         self._views = 0
         self._in_flight: dict[int, tuple[int, ...]] = {}  # by what a collective gives: what the transport holds meanwhile
 
-    def write(self, gm: GraphModule, half: Half, inputs: Sequence[Value], compiled: bool) -> list[Value]:
-        """Appends a graph's operations; `inputs` are the values of its placeholders. Returns its outputs' values.
+    def write(self, listing: Listing, half: Half, inputs: Sequence[Value], compiled: bool) -> list[Value]:
+        """Appends a graph's operations; `inputs` are the values of what it is given. Returns those of what it gives.
         compiled: code is generated of it as a whole."""
         around, self._code = self._code, next(self._codes) if compiled else None
-        values: dict[Any, Value] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs))
-        for node in gm.graph.nodes:
-            if node.op == "call_function":
-                values[node] = self._call(node, half, values)
+        values: dict[Any, Value] = dict(zip(listing.inputs, inputs))
+        for node in listing.calls:
+            values[node] = self._call(node, half, values)
         self._code = around
-        return [values.get(n) for n in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        return [values.get(n) for n in listing.gives]
 
     def _call(self, node: Node, half: Half, values: dict[Any, Value]) -> Value:
         if node.target is operator.getitem:
@@ -174,7 +188,7 @@ class Writer:
     def _block(self, node: Node, half: Half, body: Body, values: Mapping[Any, Value]) -> list[Value]:
         """A call of a block. What it is given, a random state too, the caller holds until it is back."""
         self._caller = node
-        results = self.write(body[0], half, [values.get(n) for n in body[1]], compiled=True)
+        results = self.write(Listing.of(body[0]), half, [values.get(n) for n in body[1]], compiled=True)
         self._caller = None
         self.program.keep([values.get(n) for n in node.all_input_nodes], len(self.program.operations) - 1)
         return results
@@ -214,13 +228,14 @@ class Writer:
                 self._in_flight[value] = (*reads, copied)
 
     def _made(self, node: Node, at: int) -> Value:
-        def made(tensor: Any) -> Value:
-            if not isinstance(tensor, Tensor):
+        def made(value: Any) -> Value:
+            if isinstance(value, (list, tuple)):  # within one, too: of an operation whose random state is saved
+                return [made(item) for item in value]
+            if not isinstance(value, Tensor):
                 return None
-            return self.program.add(bytes_of(tensor), category_of(node), at, at, node.name)
+            return self.program.add(bytes_of(value), category_of(node), at, at, node.name)
 
-        example = node.meta.get("val")
-        return [made(t) for t in example] if isinstance(example, (list, tuple)) else made(example)
+        return made(node.meta.get("val"))
 
 
 def _shared(node: Node, reads: tuple[int, ...]) -> Value:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from autoshard.cost_model.program import Body, Category, Program, Value, Writer, pieces_of
+from autoshard.cost_model.program import Body, Category, Listing, Program, Value, Writer, pieces_of
 from autoshard.cost_model.sizes import Open, Size, bytes_of
 
 
@@ -28,29 +28,39 @@ class Held:
     sharded: int = 0
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A step's graphs. backward: None where nothing is trained. results: how many of what forward gives are the model's own. saved:
+    which of the others is which of backward's inputs. whole: both are compiled as they are; else the blocks that they call."""
+
+    forward: Listing
+    backward: Listing | None
+    results: int
+    saved: Mapping[int, int]
+    whole: bool = True
+
+    @property
+    def repeated(self) -> set[Node]:
+        """What both halves call, where they are lists of one graph."""
+        return set(self.forward.calls) & set(self.backward.calls if self.backward else ())
+
+
 def program_of(
-    forward: GraphModule,
-    backward: GraphModule | None,
-    results: int,
-    saved: Mapping[int, int],
-    held: Held,
-    body_of: Callable[[Node], Body | None],
-    scatters: bool = True,
-    whole: bool = True,
-    open: Open | None = None,
+    listed: Listed, held: Held, body_of: Callable[[Node], Body | None], scatters: bool = True, open: Open | None = None
 ) -> Program:
-    """The program of one step, whose last position is the optimizer's. whole: forward and backward are compiled as they
-    are; else the blocks that they call. open: the sizes that the graphs leave open."""
+    """The program of one step, whose last position is the optimizer's. body_of, scatters: see `Writer`. open: the sizes that the
+    graphs leave open."""
     writer = Writer(body_of, scatters, open)
     program = writer.program
-    outputs = writer.write(forward, "forward", _inputs(program, forward, held), whole)
-    program.keep(outputs[:results], len(program.operations) - 1)
-    for piece in pieces_of(outputs[:results]):
+    outputs = writer.write(listed.forward, "forward", _inputs(program, listed.forward, held), listed.whole)
+    results = outputs[: listed.results]
+    program.keep(results, len(program.operations) - 1)
+    for piece in pieces_of(results):
         program.pieces[piece].seen = True
     middle = len(program.operations)
-    if backward is not None:
-        given = _backward_inputs(program, backward, {b: outputs[f] for f, b in saved.items()})
-        gradients = writer.write(backward, "backward", given, whole)
+    if listed.backward is not None:
+        given = _backward_inputs(program, listed.backward, {b: outputs[f] for f, b in listed.saved.items()})
+        gradients = writer.write(listed.backward, "backward", given, listed.whole)
         _leave(program, gradients, held)
     end = len(program.operations)
     for made in program.pieces:
@@ -64,19 +74,19 @@ def program_of(
     return program
 
 
-def _inputs(program: Program, forward: GraphModule, held: Held) -> list[Value]:
+def _inputs(program: Program, forward: Listing, held: Held) -> list[Value]:
     values: list[Value] = []
-    for i, node in enumerate(forward.graph.find_nodes(op="placeholder")):
+    for i, node in enumerate(forward.inputs):
         example = node.meta["val"]
         made = isinstance(example, Tensor)
         values.append(program.add(bytes_of(example), held.categories.get(i, "inputs"), -1, 0, node.name) if made else None)
     return values
 
 
-def _backward_inputs(program: Program, backward: GraphModule, saved: Mapping[int, Value]) -> list[Value]:
+def _backward_inputs(program: Program, backward: Listing, saved: Mapping[int, Value]) -> list[Value]:
     """What forward saved, and tangents, which autograd makes."""
     at, values = len(program.operations), list[Value]()
-    for i, node in enumerate(backward.graph.find_nodes(op="placeholder")):
+    for i, node in enumerate(backward.inputs):
         example = node.meta["val"]
         if i in saved:
             values.append(saved[i])

@@ -96,12 +96,17 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
-            once = set(filterfalse(is_repeatable, nodes))
-            _say_what_is_not_repeated(once)
-            saved = _with_items(chosen(block, nodes, policy) | once | _leaving(nodes, backward))
+            once = always_saved(nodes, backward)
+            _say_what_is_not_repeated(filterfalse(is_repeatable, nodes))
+            saved = with_items(chosen(block, nodes, policy) | once)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
     return blocks.keys()
+
+
+def always_saved(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
+    """Of a block's values those that every policy saves, where backward needs them."""
+    return {*filterfalse(is_repeatable, nodes), *_leaving(nodes, backward)}
 
 
 def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
@@ -181,7 +186,7 @@ def operations(nodes: Iterable[Node]) -> dict[str, Node]:
     return found
 
 
-def _with_items(nodes: set[Node]) -> set[Node]:
+def with_items(nodes: set[Node]) -> set[Node]:
     """Of an operation with several results, these too."""
     return nodes | {user for n in nodes if isinstance(n.meta["val"], (list, tuple)) for user in n.users}
 

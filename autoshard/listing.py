@@ -1,0 +1,111 @@
+"""Forward and backward of a block by what it saves, as lists of its joint graph's own nodes.
+
+[Note: Lists] Where a policy says of each value whether it is saved or computed again, no cut is left to look for. Forward is what its
+results and what is saved are made of; backward, what gradients are made of as far as that is not saved. What is computed again stands
+before its first use, an item behind what it is one of. torch's partitioner comes to the same (a test compares them), but takes a tenth
+of a second to write it as graphs, and a dozen candidates of each block are looked at. The random states that it saves for what is
+repeated are no nodes of a joint graph, and not in the lists.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from autoshard import torch_internals
+from autoshard.cost_model.program import Listing
+from autoshard.cost_model.step_memory import Listed
+from autoshard.passes import graphs
+from autoshard.passes.recompute import always_saved, backward_of, chosen, values_of_blocks, with_items
+
+
+@dataclass(frozen=True)
+class JointList:
+    """The joint graph of a block, without what was there twice. results: how many of what it gives are forward's. tangents: its inputs
+    that autograd gives to backward. at: where each node stands. values: of forward, what policies are about. always: the names of those
+    that each saves."""
+
+    graph: Graph
+    results: int
+    tangents: Sequence[Node]
+    at: dict[Node, int]
+    values: Sequence[Node]
+    always: Set[str]
+
+    @staticmethod
+    def of(joint: GraphModule, results: int, stacks: Collection[str]) -> JointList:
+        """That of a copy of this graph. stacks: the plan's."""
+        backward = backward_of(joint)
+        by_block = values_of_blocks(joint, backward, stacks)
+        between = [n for n in by_block.pop(None, []) if not torch_internals.is_view(n.target)]
+        values = next(iter(by_block.values()), [])
+        always = {n.name for n in (*between, *with_items(always_saved(values, backward)))}
+        once = torch_internals.without_repeats(joint.graph)
+        tangents = [n for n in once.find_nodes(op="placeholder") if torch_internals.input_position(n) is None]
+        return JointList(once, results, tangents, graphs.positions(once), values, always)
+
+    def by(self, policy: str) -> Listed:
+        """The halves by a policy that says what is saved: any but "none"."""
+        saved = self.always | {n.name for n in with_items(chosen(None, self.values, policy))}
+        given: Sequence[Any] = self.graph.output_node().args[0]  # type: ignore[assignment]
+        results, gradients = given[: self.results], given[self.results :]
+        inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.tangents]
+        backward = self._made_of(gradients, saved)
+        kept = [n for n in backward if n.name in saved or n in inputs]
+        forward = self._made_of((*results, *kept), frozenset())
+        computed = dict.fromkeys(n for n in backward if n.name not in saved)
+        return Listed(
+            Listing(inputs, _calls(forward), (*results, *kept)),
+            Listing((*kept, *self.tangents), _calls(self._in_turn(computed)), gradients),
+            self.results,
+            {self.results + i: i for i in range(len(kept))},
+        )
+
+    def _made_of(self, values: Iterable[Any], saved: Set[str]) -> dict[Node, None]:
+        """What these values are made of, as far as it is not saved, in the graph's order; themselves and what is saved among it."""
+        todo = [n for n in values if isinstance(n, Node)]
+        found = set(todo)
+        while todo:
+            node = todo.pop()
+            sources = () if node.name in saved else set(node.all_input_nodes) - found
+            found.update(sources)
+            todo.extend(sources)
+        return dict.fromkeys(sorted(found, key=self.at.__getitem__))
+
+    def _in_turn(self, backward: dict[Node, None]) -> dict[Node, None]:
+        """What tangents lead to stays in order; what of forward is computed again is put in where it is needed."""
+        first = min((self.at[user] for tangent in self.tangents for user in tangent.users if user in backward), default=0)
+        placed: dict[Node, None] = {}
+        for node in (*(n for n in backward if self.at[n] >= first), *backward):
+            needed, todo = {node}, [node]
+            while todo:
+                sources = {n for n in todo.pop().all_input_nodes if n in backward and n not in placed} - needed
+                needed |= sources
+                todo.extend(sources)
+            placed |= dict.fromkeys(sorted(needed - placed.keys(), key=self.at.__getitem__))
+        return placed
+
+
+def _calls(nodes: Iterable[Node]) -> list[Node]:
+    """Those that compute, but each item right behind what it is one of."""
+    calls = [n for n in nodes if n.op == "call_function"]
+    there = set(calls)
+
+    def is_item(node: Node) -> bool:
+        return node.target is operator.getitem and node.args[0] in there
+
+    items = defaultdict[Any, list[Node]](list)
+    for node in filter(is_item, calls):
+        items[node.args[0]].append(node)
+    return [n for call in calls if not is_item(call) for n in _with_items(call, items)]
+
+
+def _with_items(call: Node, items: Mapping[Any, Sequence[Node]]) -> Iterator[Node]:
+    yield call
+    for item in items.get(call, ()):
+        yield from _with_items(item, items)

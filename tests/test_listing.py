@@ -1,0 +1,89 @@
+"""A block that is listed by halves is what torch's partitioner makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from autoshard.cost_model.program import Listing
+from autoshard.cost_model.step_memory import Listed
+from autoshard.cost_model.work import op_name
+from autoshard.cost_model.workspace import STATE
+from autoshard.rehearsal import Kind
+from autoshard.savings import Savings, kept_of
+from tests import models
+from tests.recomputed import Stack, forecaster_of, inputs, noise, planned
+
+TEXT = models.tokens(67)(torch.Generator().manual_seed(0))
+
+
+class Strange(nn.Module):
+    """A block with an operator that nobody may repeat, an operation that is there twice, and one whose second result is read too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up((self.norm(x) * noise(x.detach())).tanh() + x.exp() + x.exp().sin())
+        most, where = y.max(-1, keepdim=True)
+        return x + self.down(nn.functional.dropout(y.gather(-1, where) * most * y.tanh(), 0.1)).square()
+
+
+class Stranges(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Strange() for _ in range(2))
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(("make", "given"), [(models.llama, TEXT), (models.bert, TEXT), (Stranges, inputs())])
+def test_lists_are_what_torch_writes(make: Callable[[], nn.Module], given: Any, codegen: Any) -> None:
+    forecaster = forecaster_of(make(), given, codegen)
+    plan = planned(forecaster)
+    savings = forecaster._savings(plan)
+    kind = next(kind for kind in savings.kinds if kind.names and kind.has_backward)
+    joint, policies = savings.prepared.listed(kind), _policies(savings, kind, plan.stacks)
+    assert len(policies) > 4
+    for policy in policies:
+        cut, listed = savings.prepared.cut_kind(kind, policy).listed, joint.by(policy)
+        assert cut.backward is not None and listed.backward is not None
+        assert _called(listed.forward.calls) == _called(cut.forward.calls)
+        assert _called(listed.backward.calls) == _called(cut.backward.calls)
+        assert _given(listed.backward) == _given(cut.backward)
+        _take_the_same(savings, policy, listed, cut)
+
+
+def _policies(savings: Savings, kind: Kind, stacks: Sequence[str]) -> list[str]:
+    usual = savings.prepared.cut_kind(kind, "none")
+    (found,) = savings.candidates(kind.joint.graph, kept_of(usual), stacks).values()
+    return [*found, "selective"]
+
+
+def _called(calls: Sequence[Node]) -> list[str]:
+    """Without items: a call under a random state, which no list has, gives one more."""
+    return [op_name(n) for n in calls if op_name(n) != "getitem"]
+
+
+def _given(listing: Listing) -> list[str]:
+    return sorted(n.name for n in listing.inputs if not n.name.startswith("rng_state_output"))
+
+
+def _take_the_same(savings: Savings, policy: str, listed: Listed, cut: Listed) -> None:
+    """But for what puts a random state aside, and where at the peak it is."""
+    ours, torchs = (savings._option(policy, halves) for halves in (listed, cut))
+    states = sum(op_name(n) in ("native_dropout", "_scaled_dot_product_flash_attention_for_cpu") for n in listed.repeated)
+    assert ours.saved == torchs.saved
+    assert _bytes_made(savings, listed) + STATE * states == _bytes_made(savings, cut)
+    assert abs(ours.peak - torchs.peak) <= STATE * (states + bool(states))
+    assert ours.seconds == pytest.approx(torchs.seconds, rel=0.01 if states else 1e-9)
+
+
+def _bytes_made(savings: Savings, halves: Listed) -> int:
+    pieces = savings.simulate_alone(halves).program.pieces
+    return sum(int(p.bytes) for p in pieces if p.made >= 0 and p.category != "workspace" and p.maker != "optimizer step")
