@@ -150,7 +150,7 @@ class Forecaster:
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that
         of the least peak. Its prediction is there. Regions of several blocks are looked at where nothing fits without."""
-        best, blocks = self(plan), self._blocks(plan)
+        best, blocks = self(plan), self.blocks(plan)
         found = self._fitted(plan, blocks, best, budget) if blocks else best
         if not blocks or found.predicted.footprint <= budget:
             return found
@@ -178,7 +178,7 @@ class Forecaster:
         kept = {block.name for option, of in placed(blocks, taken) for block in of if option.keeps}
         return self(replace(keeping_of(plan, kept), recompute=tuple(policies_of(blocks, taken))))
 
-    def _blocks(self, plan: Plan) -> list[Block]:
+    def blocks(self, plan: Plan) -> list[Block]:
         """What can be chosen, whatever the budget."""
         key = _regathered(plan)
         if key not in self._choices:

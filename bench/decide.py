@@ -3,8 +3,9 @@
     python bench/decide.py [--layers 4,48] [--regions]
 
 Llamas of so many blocks, planned for one process on the meta device as `autoshard plan` does: the model captured, its step
-simulated as it is, then with a budget of 0.8 of that peak, which is where blocks are cut at each of their candidates, and with one of 0.6,
-for which they are known. The choice alone is for as many blocks as the most, of candidates that all differ. Writes bench/results/decide.md.
+simulated as it is; then the decision for a budget of 0.8 of that peak: what blocks could save, each candidate simulated, and the choice
+of one for each. Then all that `fit` does with that budget, where steps are simulated with what was chosen, and with one of 0.6. The
+choice alone is for as many blocks as the most, of candidates that all differ. Writes bench/results/decide.md.
 
 --regions: instead, how low the predicted peak of the deepest comes with a large batch, where what enters each block is saved and
 where regions of blocks are. Writes bench/results/regions.md.
@@ -63,9 +64,12 @@ def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
     where = Circumstances(forecaster.cluster, None)
     seconds, plan = taken(make_plan, captured.inventory, Config(zero=0, codegen=codegen), where, forecaster)
     yield "its step is simulated", seconds
-    for share in BUDGETS:
-        seconds, _ = taken(forecaster.fit, plan, int(share * plan.predicted.peak_bytes))
-        yield f"a budget of {share} of that peak", seconds
+    first, *_ = budgets = [int(share * plan.predicted.peak_bytes) for share in BUDGETS]
+    seconds, blocks = taken(forecaster.blocks, plan)
+    yield f"what its blocks save is decided, for {BUDGETS[0]} of that peak", seconds + taken(choose, blocks, first)[0]
+    for share, budget in zip(BUDGETS, budgets):
+        seconds, _ = taken(forecaster.fit, plan, budget)
+        yield f"steps are simulated with that, until one fits {share} of it", seconds
 
 
 def lowest(layers: int) -> Iterator[tuple[str, Prediction]]:

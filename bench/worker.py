@@ -3,11 +3,11 @@
     worker.py ddp,autoshard0 --steps 15 --out steps.json           # step times, contenders side by side
     worker.py autoshard0 --memory --out memory.json                # peak memory and first step, one contender
 
-[Note: Side by side] All contenders take turns, two steps each a round, of which the second is timed: a job's steps follow each other,
-and a first one would find connections that were idle, on which TCP begins slowly. So noise of the machine and of the network hits all
-alike, and the ratio of two steps of one round means something. Those of one project are in one process group, with processes of
-their own beside those of the others: what a project sets for its whole process (DeepSpeed changes torch, autoshard keeps freed
-memory) the others do not have.
+[Note: Side by side] All contenders take turns, six steps each a round, of which the last four are timed; the round's time is their
+median. A job's steps follow each other, and the first ones of a turn find connections that were idle while others had theirs, on
+which TCP begins slowly. So noise of the machine and of the network hits all alike, and the ratio of two times of one round means
+something. Those of one project are in one process group, with processes of their own beside those of the others: what a project
+sets for its whole process (DeepSpeed changes torch, autoshard keeps freed memory) the others do not have.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import reference  # noqa: E402
 import turns  # noqa: E402
 
 WARM_UP = 3  # the first step compiles, the second may rebuild buckets or recompile, the third settles caches
+TURN, TIMED = 6, 4  # steps of a turn, and its last ones that are timed; see [Note: Side by side]
 EXIT_SECONDS = 0.5
 PORTS_APART = 1000  # of what sides meet on
 
@@ -85,7 +86,7 @@ def _play(players: Sequence[turns.Player], names: Sequence[str]) -> list[Measure
 
 
 def take_turns(names: Sequence[str], rounds: int, pause: float) -> None:
-    """Of one side, in a process that is told when: two steps of each contender, with a pause of so many seconds after each."""
+    """Of one side, in a process that is told when: a turn of each contender, with a pause of so many seconds after each step."""
     possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY | contenders.BUDGETED
     runs = [(Measured(name), possible[name]()) for name in names]
     turns.answer(rounds=WARM_UP + rounds)
@@ -93,15 +94,16 @@ def take_turns(names: Sequence[str], rounds: int, pause: float) -> None:
         if number == WARM_UP:
             _quiet_collector()
         for measured, contender in runs:
-            for step in (2 * number, 2 * number + 1):
-                seconds, loss = _timed(contender, reference.batch(step, dist.get_rank()))
+            for step in range(TURN):
+                seconds, loss = _timed(contender, reference.batch(TURN * number + step, dist.get_rank()))
                 time.sleep(pause)
                 measured.losses.append(loss)
-            if number >= WARM_UP:
-                measured.seconds.append(seconds)
+                if number >= WARM_UP and step >= TURN - TIMED:
+                    measured.seconds.append(seconds)
         turns.answer()
     for measured, _ in runs:
-        measured.seconds = _over_ranks(measured.seconds, dist.ReduceOp.MAX)
+        steps = _over_ranks(measured.seconds, dist.ReduceOp.MAX)
+        measured.seconds = [statistics.median(steps[i : i + TIMED]) for i in range(0, len(steps), TIMED)]
         measured.losses = _mean_over_ranks(measured.losses)
     turns.answer(measured=[asdict(measured) for measured, _ in runs])
 

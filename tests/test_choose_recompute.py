@@ -74,7 +74,7 @@ def test_blocks_are_cut_by_themselves_and_say_what_the_whole_step_takes(monkeypa
     plan = planned(forecaster)
     with monkeypatch.context() as patch:
         patch.setattr(Prepared, "cut", lambda *_: pytest.fail("the whole step was cut"))
-        blocks = forecaster._blocks(plan)
+        blocks = forecaster.blocks(plan)
     assert [b.name for b in blocks] == ["layers.0", "layers.1", "layers.2"] and len(blocks[0].options) > 4
     for which in (1, 2, 4, -1):
         taken = tuple(b.options[which] for b in blocks)
@@ -151,7 +151,7 @@ def test_a_look_at_what_blocks_would_be_by_themselves_warns_of_nothing() -> None
     plan = planned(forecaster)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert all(len(block.options) > 4 for block in forecaster._blocks(plan))
+        assert all(len(block.options) > 4 for block in forecaster.blocks(plan))
     assert not any("outline_blocks" in str(w.message) for w in said)
 
 

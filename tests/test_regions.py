@@ -243,7 +243,7 @@ def test_a_region_takes_what_its_option_says(codegen: Codegen) -> None:
     """Beside what the same blocks take without: predictions of both are off by the same bytes."""
     forecaster = forecaster_of(Tall(), inputs(128), codegen)
     plan = planned(forecaster)
-    blocks = forecaster._blocks(plan)
+    blocks = forecaster.blocks(plan)
     across = forecaster._savings(plan).regions(blocks)
     full = tuple(next(o for o in b.options if o.policy == "full") for b in across)
     for spans in (2, 3, 6):
@@ -259,7 +259,7 @@ def test_below_what_inputs_of_blocks_take_regions_fit(codegen: Codegen) -> None:
     """And the peak is the measured one."""
     forecaster = forecaster_of(Tall(), inputs(128), codegen)
     plan = planned(forecaster)
-    blocks = forecaster._blocks(plan)
+    blocks = forecaster.blocks(plan)
     least_without = forecaster._with(plan, blocks, least(blocks)).predicted.peak_bytes
     lowest = forecaster.fit(plan, 0).predicted.peak_bytes
     assert lowest < 0.85 * least_without
