@@ -5,8 +5,8 @@ from.
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
 saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what is worth saving: the points of a parametric cut through
 the block, from nothing to what torch saves. Between two of them lies as much as the last value takes, which may be a hundredth of the
-step's peak; so there is a fill, too: the point but for the last smaller value before that. Each is cut and simulated: blocks that are graphs of their own, or could be, by themselves,
-since to cut one block takes a fraction of what cutting the whole step takes; all others together in the whole graph.
+step's peak; so there is a fill, too: the point but for the last smaller value before that. Each is simulated: blocks that are graphs of their own, or could be, by themselves, from lists
+([Note: Lists]); all others together in the whole graph, which is cut for that.
 """
 
 from __future__ import annotations
