@@ -20,14 +20,12 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,11 +35,12 @@ PAGE = HERE.parent / "docs" / "accuracy.md"
 RECORD = HERE.parent / "autoshard" / "cost_model" / "accuracy.json"
 sys.path.insert(0, str(HERE))
 
+import accuracy_page  # noqa: E402
 import netns  # noqa: E402
 import run as side_by_side  # noqa: E402
 import zoo  # noqa: E402
+from compared import ALIKE, KEPT, NODE, TRIES, Case, Compared, Links, Results  # noqa: E402
 
-import autoshard  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like  # noqa: E402
 from autoshard.cost_model.kernels import BY_FLOPS, look_up, passing  # noqa: E402
@@ -57,106 +56,9 @@ from autoshard.planning import circumstances, forecaster  # noqa: E402
 # Rows of calibrate's tables that say how fast the machine is: the width of a matmul, the numbers of a sum of two tensors.
 PROBE, PROBE_MEMORY = 512, 1 << 20
 STATE = ("parameters", "optimizer", "buffers", "inputs")
-KEPT = ("parameters", "optimizer", "gradients")  # what can be measured by itself
-TIMED_ON = (1, 2)
 LIMITED = 1000  # Mbit/s, where the links are limited
-NODE = 8  # processes on each node of a job of which only rank 0 is there
 SIZES = {"llama": 4, "gpt2": 4, "bert": 4, "vit": 8, "conv": 16, "mlp": 512}  # batches
 ON_GPU = {**{model: 8 * batch for model, batch in SIZES.items()}, "wide": 32}
-ALIKE, TRIES = 0.1, 3  # how much slower or faster than at its calibration a machine is the same; how often one is looked for
-Links = tuple[int, int]  # processes, Mbit/s
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration. lone: only rank 0 of the job is there. device: the cost model's name for it."""
-
-    model: str
-    batch: int
-    world: int = 1
-    zero: int = 0
-    codegen: str = "eager"
-    optimizer: str = "adamw"
-    precision: str | None = None
-    mbit: int = 0
-    lone: bool = False
-    device: str = "cpu"
-
-    def __str__(self) -> str:
-        precision = f" {self.precision}" if self.precision else ""
-        rate = f", {self.mbit} Mbit/s" if self.mbit else ""
-        where = f"{'rank 0 of ' if self.lone else ''}{self.world}"
-        return f"{self.model} x{self.batch}, ZeRO-{self.zero} on {where}, {self.codegen}, {self.optimizer}{precision}{rate}"
-
-    @property
-    def kind(self) -> str:
-        """What torch calls such devices."""
-        return "cpu" if self.device == "cpu" else "cuda"
-
-    @property
-    def timed(self) -> bool:
-        """Whether its step time is compared."""
-        return self.world in TIMED_ON and not self.lone
-
-    @property
-    def links(self) -> Links:
-        """Whose calibration its time is predicted from."""
-        return min(self.world, max(TIMED_ON)), self.mbit
-
-    def config(self) -> autoshard.Config:
-        """What the job and the plan are told."""
-        options: dict[str, Any] = {"zero": self.zero, "codegen": self.codegen, "precision": self.precision}
-        return autoshard.Config(**options, optimizer=self.optimizer, verbose=False)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Predicted and measured: bytes held between steps, bytes at the peak, bytes of parameters, optimizer state and gradients when
-    the optimizer steps, seconds of a step; on CPUs those of the probes, and the share of a step's kernels that are counted by FLOPs; on
-    GPUs bytes reserved, and those of libraries. date: of the measurement."""
-
-    case: Case
-    predicted: dict[str, float]
-    measured: dict[str, float]
-    date: str
-    categories: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def raw(self) -> float:
-        """By how much of itself the measured step is off the predicted one, the machine's turns in it: what users will see."""
-        return self.measured["step"] / self.predicted["step"] - 1
-
-    @property
-    def slower(self) -> float:
-        """How many times as long as when it was calibrated the machine took just then for what the step is made of; 1 where that was
-        not asked."""
-        if "probe" not in self.measured:
-            return 1.0
-        matmuls, memory = (self.measured[name] / self.predicted[name] for name in ("probe", "memory probe"))
-        return self.predicted["share"] * matmuls + (1 - self.predicted["share"]) * memory
-
-    def error(self, what: str) -> float:
-        """By how much of itself the measured value is off the predicted one; of the step, on a machine as it was calibrated."""
-        off = self.slower if what == "step" else 1.0
-        return self.measured[what] / off / self.predicted[what] - 1
-
-
-@dataclass(frozen=True)
-class Results:
-    """What was compared on one device. machine: that it is in, in words."""
-
-    machine: str
-    rows: list[Compared]
-
-    @staticmethod
-    def load(file: Path) -> Results:
-        """Those that `save` left."""
-        known = json.loads(file.read_text())
-        return Results(known["machine"], [Compared(**{**row, "case": Case(**row["case"])}) for row in known["rows"]])
-
-    def save(self, file: Path) -> None:
-        """As JSON."""
-        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def cases(quick: bool, device: str = "cpu") -> list[Case]:
@@ -322,88 +224,6 @@ def bands(compared: Sequence[Compared]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-INTRODUCTION = f"""\
-{{machine}}, {{dates}}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between
-steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *peak* the most that exists at once
-in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from
-`autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times
-as long as in that calibration a matmul and a sum of two tensors took between the steps that were timed, each by its share of the
-step; the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured again, {TRIES} times at
-most, and the run in which the machine was most as it had been counts, whatever its error.
-
-*Rank 0 of* so many is one process with a fake process group. It holds and allocates what rank 0 of such a job, with {NODE} processes a
-node, would; nothing is sent. So there are no times; collectives are over when they have begun, and what only the transport holds
-meanwhile, which predictions have (at stage 3 above all), is not there; values mean nothing. Beside what is predicted it holds, for each
-sharded parameter, copies of the job's list of ranks, 4 bytes a process, which guards of torch.compile keep.
-"""
-ON_A_GPU = """\
-{machine}, {dates}. What the columns have in common with those above is the same, by CUDA's caching allocator: *peak* is the most that it
-had given out in a step, *reserved* the most that it then had from the driver, after its cache had been emptied between two steps.
-*Libraries*: what it had given out between steps that is no tensor's, such as the workspaces of cuBLAS, and what it adds to round up;
-that is not predicted, and not in peak and reserved here, which take up so much more. Steps are timed by the GPU's clock, and predicted from
-`autoshard calibrate`, run on it before all of them.
-"""
-
-
-def page(results: Sequence[Results]) -> str:
-    """docs/accuracy.md: the CPU's table, and one of each GPU."""
-    return "\n".join(["# Predicted and measured\n", *(line for found in results for line in _section(found))])
-
-
-def _section(found: Results) -> Iterable[str]:
-    dates, device = " and ".join(sorted({c.date for c in found.rows})), found.rows[0].case.device
-    on_cpu = device == "cpu"
-    if not on_cpu:
-        yield f"## {device}\n"
-    yield (INTRODUCTION if on_cpu else ON_A_GPU).format(machine=found.machine, dates=dates)
-    columns = "| configuration | held MB | measured | grads MB | measured | peak MB | measured | error |"
-    columns += "" if on_cpu else " reserved MB | measured | error | libraries MB |"
-    columns += " step ms | measured | error |" + (" machine | without |" if on_cpu else "")
-    yield columns
-    yield "|---|" + "---:|" * (columns.count("|") - 2)
-    yield from map(_row, found.rows)
-    yield ""
-    yield from _summary(found.rows)
-    yield ""
-
-
-def _row(c: Compared) -> str:
-    on_cpu = c.case.kind == "cpu"
-    memory = "".join(f" {c.predicted[k] / 1e6:.2f} | {c.measured[k] / 1e6:.2f} |" for k in ("held", "gradients", "peak"))
-    memory += f" {c.error('peak'):+.1%} |"
-    if not on_cpu:
-        memory += f" {c.predicted['reserved'] / 1e6:.2f} | {c.measured['reserved'] / 1e6:.2f} | {c.error('reserved'):+.1%} |"
-        memory += f" {c.measured['libraries'] / 1e6:.2f} |"
-    if not c.case.timed:
-        return f"| {c.case} |{memory}" + " |" * (5 if on_cpu else 3)
-    step = f" {c.predicted['step'] * 1e3:.0f} | {c.measured['step'] * 1e3:.0f} | {c.raw:+.1%} |"
-    return f"| {c.case} |{memory}{step}" + (f" {c.slower:.2f} | {c.error('step'):+.1%} |" if on_cpu else "")
-
-
-def _summary(compared: Sequence[Compared]) -> Iterable[str]:
-    timed, on_cpu = [c for c in compared if c.case.timed], compared[0].case.kind == "cpu"
-    yield _bound("Peak memory", [c.error("peak") for c in compared], 0.03, 0.08)
-    if not on_cpu:
-        yield _bound("Reserved memory", [c.error("reserved") for c in compared], 0.03, 0.08)
-    if timed:
-        yield _bound("Step time", [c.raw for c in timed], 0.10, 0.25)
-    if timed and on_cpu:
-        yield _bound("Step time without the machine's turns", [c.error("step") for c in timed], 0.10, 0.25)
-    for what in ("held", *KEPT):
-        exact = sum(abs(c.measured[what] - c.predicted[what]) < 1e4 for c in compared)
-        yield f"- Bytes {'held' if what == 'held' else f'of {what}'} agree to 10 kB in {exact} of {len(compared)}."
-
-
-def _bound(what: str, errors: Sequence[float], median: float, worst: float) -> str:
-    found = sorted(map(abs, errors))
-    middle, most = statistics.median(found), found[-1]
-    holds = "holds" if middle <= median and most <= worst else "does not hold"
-    return (
-        f"- {what}: {middle:.1%} at the median, {most:.1%} at worst over {len(found)} configurations "
-        f"(to hold: {median:.0%} and {worst:.0%}): {holds}."
-    )
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -462,7 +282,7 @@ def publish() -> None:
     """The page that shows what was measured on all devices, and the bands of predictions."""
     files = sorted(RESULTS.glob("accuracy*.json"), key=lambda file: (len(file.stem), file.stem))
     results = [found for found in map(Results.load, files) if found.rows]
-    PAGE.write_text(page(results))
+    PAGE.write_text(accuracy_page.page(results))
     RECORD.write_text(json.dumps(bands([row for found in results for row in found.rows]), indent=1) + "\n")
 
 

@@ -22,7 +22,8 @@ import contenders  # noqa: E402
 import lone_rank  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
-from accuracy import PROBE, PROBE_MEMORY, Case  # noqa: E402
+from accuracy import PROBE, PROBE_MEMORY  # noqa: E402
+from compared import Case  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402

@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE))
 import accuracy  # noqa: E402
 import run as side_by_side  # noqa: E402
 import zoo  # noqa: E402
-from accuracy import Case, Links  # noqa: E402
+from compared import Case, Links  # noqa: E402
 
 from autoshard import planning  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402

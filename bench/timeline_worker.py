@@ -20,7 +20,7 @@ import accuracy_worker  # noqa: E402
 import contenders  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
-from accuracy import Case  # noqa: E402
+from compared import Case  # noqa: E402
 
 WARM_UP, ROUNDS, PROFILED = 4, 15, 9
 MARK = "one step"

@@ -17,7 +17,8 @@ BENCH = Path(__file__).parents[1] / "bench"
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(BENCH))  # its programs are found by name, as they find each other
     import accuracy
-    from accuracy import Case, Compared, Results
+    import accuracy_page
+    from compared import Case, Compared, Results
 
 MLP = Case("mlp", 8, 8, 2, lone=True)
 
@@ -128,5 +129,5 @@ def test_rows_stay_but_those_of_another_machine(two_devices: Path) -> None:
 def test_the_published_page_is_that_of_the_published_rows() -> None:
     results = [Results.load(accuracy.file_of("cpu"))]
     results += [Results.load(file) for file in sorted(accuracy.RESULTS.glob("accuracy_*.json"))]
-    assert accuracy.page(results) == accuracy.PAGE.read_text()
+    assert accuracy_page.page(results) == accuracy.PAGE.read_text()
     assert accuracy.bands([row for found in results for row in found.rows]) == json.loads(accuracy.RECORD.read_text())
