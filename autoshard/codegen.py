@@ -187,6 +187,7 @@ class Compilation:
 
     def _cut(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         keep_overwritten(joint)
+        recompute.save_unrepeatable(joint)
         # A block was parted by a budget already; repeated as a whole it would draw other random numbers.
         with torch_internals.without_budgets(joint) if graphs.calls(joint, graphs.BLOCK) else contextlib.nullcontext():
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)

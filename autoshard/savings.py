@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -30,10 +29,12 @@ from autoshard.cost_model.work import kind_of
 from autoshard.cost_model.workspace import STATE
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
-from autoshard.passes.recompute import backward_of, needed, operations, values_of_blocks
+from autoshard.passes.plain_repeats import drops_nothing
+from autoshard.passes.recompute import backward_of, draws, needed, operations, values_of_blocks
 from autoshard.plan import Plan
 from autoshard.regions import Again, with_regions
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
+from autoshard.torch_internals import RandomCall
 
 LEVELS = 16  # of what a block may save, between nothing and what torch saves
 LITTLE = 1 / 128  # of all that a block may save: no level of its own
@@ -163,7 +164,7 @@ class Savings:
 
     def _option(self, policy: str, listed: Listed) -> Option:
         step = self.simulate_alone(listed)
-        states = STATE * sum(map(_draws, listed.repeated))
+        states = STATE * sum(map(_saves_state, listed.repeated))
         saved = sum(self._number(p.bytes) for p in _saved(step.program))
         return Option(policy, saved + states, max(step.totals) + states, sum(step.seconds))
 
@@ -260,9 +261,9 @@ def _made_by(node: Node) -> Node:
     return node
 
 
-def _draws(node: Node) -> bool:
-    """Whether the state that its random numbers began with has to be saved where it is repeated."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _saves_state(repeated: Node) -> bool:
+    """Whether the random state that a call began with is saved where it is repeated."""
+    return draws(repeated.target) and not drops_nothing(RandomCall(repeated.target, repeated.args, repeated.kwargs, saves=True))
 
 
 def _saved(program: Program) -> Iterator[Piece]:

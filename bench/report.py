@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from reference import MODELS, Reference  # noqa: E402
-from worker import WARM_UP, Measured  # noqa: E402
+from worker import TIMED, TURN, WARM_UP, Measured  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TEXT = RESULTS.parent.parent / "docs" / "performance.md"
@@ -193,9 +193,9 @@ def _preamble() -> str:
     return (
         "# Step time and memory against DDP, FSDP2 and DeepSpeed\n\n"
         "Written by `python bench/run.py`; the figures are in bench/results/step_time*.json.\n\n"
-        "4 x 128 tokens a rank, AdamW, gradients clipped to norm 1. Contenders take turns, two steps each, of which the second is timed "
-        "(a job's connections are never idle, on which TCP would begin slowly; figures up to 2026-11-25 are of single steps, of which the "
-        "first of a project's found such ones: autoshard0 and autoshard_auto have one plan), "
+        "4 x 128 tokens a rank, AdamW, gradients clipped to norm 1. Contenders take turns of "
+        f"{TURN} steps, of whose last {TIMED} the median is the round's time (a job's connections are never idle, on which TCP would begin "
+        "slowly; figures up to 2026-11-25 are of single steps, those up to 2026-11-26 of the second of two), "
         f"in rounds that are timed after {WARM_UP} others; a step's time is that of the slowest rank, a ratio is the "
         "median of the rounds' own ratios (at the targets also the middle half of them). `compute` is the "
         "compiled model without any communication. torch's ways, DeepSpeed and autoshard have processes of their own, so none has "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,16 +32,16 @@ class PlainRepeats:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         for node in list(gm.graph.nodes):
             call = torch_internals.random_call(node)
-            if call is not None and _chance(call) == 0:
+            if call is not None and drops_nothing(call):
                 _repeat_plainly(node, call)
         return gm
 
 
-def _chance(call: RandomCall) -> Any:
-    """Of a number to be dropped; None of an operator that drops none, and draws for something else."""
+def drops_nothing(call: RandomCall) -> bool:
+    """Whether it is an attention that gives the same each time."""
     arguments = {a.name: a for a in call.operator._schema.arguments}
     given = dict(zip(arguments, call.args)) | call.kwargs
-    return given.get("dropout_p", arguments["dropout_p"].default_value) if "dropout_p" in arguments else None
+    return "dropout_p" in arguments and given.get("dropout_p", arguments["dropout_p"].default_value) == 0
 
 
 def _repeat_plainly(node: Node, call: RandomCall) -> None:

@@ -5,9 +5,11 @@ what costs next to nothing. "full": only what enters the block is saved. "select
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
 of it, and nothing else. What leaves a block is an input of another, and saved ("through": not even that, see [Note: Regions] in
 `repeat_blocks`); views are made again in any case. What an
-operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat, what one gives that
+operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
+`torch.Tag.nondeterministic_seeded` is repeated), what one gives that
 takes graphs (`torch.cond`), whose random ops would draw anew, and what a collective of the user's own gives, since all processes would
-have to agree to repeat it.
+have to agree to repeat it. In regions of torch.utils.checkpoint it is saved as well: eager mode winds random states back before it calls
+a region again, but a compiled backward repeats operator by operator.
 
 The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
 in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -38,6 +41,7 @@ from autoshard.plan import THROUGH, Plan
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
 _KNOWN = (*_REPEATABLE, "_c10d_functional", "autoshard", "")
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+_COMPUTED_AGAIN = (AGAIN, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
     names = sorted(str(target).removesuffix(".default") for target in called)
     if names:
         warnings.warn(
-            f"recompute: what {', '.join(names)} gives is saved by every policy: torch does not have it, so it may draw numbers unseen",
+            f"recompute: what {', '.join(names)} gives is saved by every policy, and in regions of torch.utils.checkpoint: torch does not "
+            "have it, so it may draw numbers unseen; legal: an operator with torch.Tag.nondeterministic_seeded, which is repeated",
             stacklevel=2,
         )
 
@@ -101,12 +106,22 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
             saved = with_items(chosen(block, nodes, policy) | once)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
+                node.meta.pop("ac_graph_id", None)  # of the user's regions: torch saves what goes from one to the next
     return blocks.keys()
 
 
 def always_saved(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
     """Of a block's values those that every policy saves, where backward needs them."""
     return {*filterfalse(is_repeatable, nodes), *_leaving(nodes, backward)}
+
+
+def save_unrepeatable(joint: GraphModule) -> None:
+    """In regions of the user's own: see [Note: Policies]. Done wherever a graph is parted."""
+    again = [n for n in joint.graph.nodes if n.meta.get("recompute") in _COMPUTED_AGAIN and n.op == "call_function" and _is_value(n)]
+    once = list(filterfalse(is_repeatable, again))
+    _say_what_is_not_repeated(once)
+    for node in with_items(set(once)):
+        node.meta["recompute"] = SAVE
 
 
 def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
@@ -157,7 +172,12 @@ def is_repeatable(node: Node) -> bool:
     called = (node.target, *node.args)  # operators of higher order take the one that they call
     if any(isinstance(a, Node) and a.op == "get_attr" for a in node.args) and getattr(node.target, "namespace", "") == "higher_order":
         return False
-    return all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
+    return all(getattr(target, "namespace", "aten") in _REPEATABLE or draws(target) for target in called)
+
+
+def draws(target: Any) -> bool:
+    """Whether an operator says that it draws numbers: then its random state is saved where it is repeated."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def chosen(block: str | None, nodes: Iterable[Node], policy: str) -> set[Node]:
