@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,19 @@ from autoshard import torch_internals
 from autoshard.cost_model.program import Listing
 from autoshard.cost_model.step_memory import Listed
 from autoshard.passes import graphs
-from autoshard.passes.recompute import always_saved, backward_of, chosen, values_of_blocks, with_items
+from autoshard.passes.recompute import backward_of, saved_of, values_of_blocks
 
 
 @dataclass(frozen=True)
 class JointList:
     """The joint graph of a block, without what was there twice. results: how many of what it gives are forward's. tangents: its inputs
-    that autograd gives to backward. at: where each node stands. values: of forward, what policies are about. always: the names of those
-    that each saves."""
+    that autograd gives to backward. at: where each node stands. saved_by: the names of the values of forward that a policy saves."""
 
     graph: Graph
     results: int
     tangents: Sequence[Node]
     at: dict[Node, int]
-    values: Sequence[Node]
-    always: Set[str]
+    saved_by: Callable[[str], Set[str]]
 
     @staticmethod
     def of(joint: GraphModule, results: int, stacks: Collection[str]) -> JointList:
@@ -43,15 +41,18 @@ class JointList:
         backward = backward_of(joint)
         by_block = values_of_blocks(joint, backward, stacks)
         between = [n for n in by_block.pop(None, []) if not torch_internals.is_view(n.target)]
-        values = next(iter(by_block.values()), [])
-        always = {n.name for n in (*between, *with_items(always_saved(values, backward)))}
+        block, values = next(iter(by_block.items()), (None, []))
+
+        def saved_by(policy: str) -> Set[str]:
+            return {n.name for n in (*between, *saved_of(block, values, policy, backward))}
+
         once = torch_internals.without_repeats(joint.graph)
         tangents = [n for n in once.find_nodes(op="placeholder") if torch_internals.input_position(n) is None]
-        return JointList(once, results, tangents, graphs.positions(once), values, always)
+        return JointList(once, results, tangents, graphs.positions(once), saved_by)
 
     def by(self, policy: str) -> Listed:
         """The halves by a policy that says what is saved: any but "none"."""
-        saved = self.always | {n.name for n in with_items(chosen(None, self.values, policy))}
+        saved = self.saved_by(policy)
         given: Sequence[Any] = self.graph.output_node().args[0]  # type: ignore[assignment]
         results, gradients = given[: self.results], given[self.results :]
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.tangents]

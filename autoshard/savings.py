@@ -30,7 +30,7 @@ from autoshard.cost_model.workspace import STATE
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
 from autoshard.passes.plain_repeats import drops_nothing
-from autoshard.passes.recompute import backward_of, draws, needed, operations, values_of_blocks
+from autoshard.passes.recompute import backward_of, calls_of, draws, needed, operations, values_of_blocks
 from autoshard.plan import Plan
 from autoshard.regions import Again, with_regions
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
@@ -93,7 +93,8 @@ class Savings:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
             by_itself = self._alone(kind, policies_there, plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
-                options[name] = {option.policy: usual[name].shifted(option, by_itself[0]) for option in by_itself}
+                times = kind.names.count(name)
+                options[name] = {option.policy: usual[name].shifted(option, by_itself[0], times) for option in by_itself}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
 
     def regions(self, blocks: Sequence[Block]) -> list[Block]:
@@ -120,7 +121,7 @@ class Savings:
         backward = backward_of(joint)
         wanted = needed(backward)
         found = values_of_blocks(joint, backward, stacks)
-        return {name: self._candidates(nodes, wanted, kept) for name, nodes in found.items() if name}
+        return {name: self._candidates(calls_of(name, nodes)[0], wanted, kept) for name, nodes in found.items() if name}
 
     def _candidates(self, nodes: Sequence[Node], wanted: set[Node], kept: Set[str]) -> list[str]:
         usual = {_made_by(n) for n in nodes if n.name in kept}
@@ -205,10 +206,14 @@ class _Seen:
         peak = max(self.inside, self.between + copies.bytes, self.after)
         return Option(policy, self.saved + copies.bytes, peak, self.seconds - copies.seconds, keeps=True)
 
-    def shifted(self, alone: Option, usual: Option) -> _Seen:
-        """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place."""
+    def shifted(self, alone: Option, usual: Option, times: int) -> _Seen:
+        """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place.
+        times: how often it is called; its last call lies above what all before it saved."""
         saved, inside, seconds = alone.saved - usual.saved, alone.peak - usual.peak, alone.seconds - usual.seconds
-        return _Seen(self.saved + saved, self.inside + inside, self.between + saved, self.after, self.seconds + seconds)
+        inside += (times - 1) * saved
+        return _Seen(
+            self.saved + times * saved, self.inside + inside, self.between + times * saved, self.after, self.seconds + times * seconds
+        )
 
 
 def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, _Seen]:
@@ -219,16 +224,17 @@ def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str,
     for piece in _saved(step.program):
         saved[block[piece.made]] += step.program.open.number(piece.bytes)
     before: dict[str, int] = {}
-    back: dict[str | None, int] = {}
+    back: dict[str | None, tuple[int, int]] = {}  # where its backward begins and ends
     for i, name in enumerate(block):
         if operations[i].half == "forward" and name is not None and name in names:
             before.setdefault(name, sum(saved[b] for b in before))
         if operations[i].half == "backward":
-            back.setdefault(name, i)
+            back[name] = back.get(name, (i, i))[0], i
     peaks: dict[tuple[str, str], int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     for i, name in enumerate(_inherited(block, before)):
-        where = "inside" if block[i] == name else "between" if i < back.get(name, 0) else "after"
+        begins, ends = back.get(name, (0, -1))  # between two calls' backwards their parameters' gradients are added up
+        where = "inside" if block[i] == name or begins <= i <= ends else "between" if i < begins else "after"
         peaks[name, where] = max(peaks[name, where], step.totals[i] - before.get(name, 0))
         seconds[name] += step.seconds[i]
     return {n: _Seen(saved[n], peaks[n, "inside"], peaks[n, "between"], peaks[n, "after"], seconds[n]) for n in before}

@@ -89,6 +89,8 @@ __all__ = [
     "leave_as_they_lie",
     "leave_open",
     "like_rows",
+    "module_call",
+    "module_path",
     "norm_of_each",
     "original_of",
     "put_random_states_first",
@@ -536,8 +538,23 @@ def module_path(node: torch.fx.Node) -> str:
     """"model.layers.3.mlp" for an operation that this module called, or that differentiates one; "" without a module. The root is a
     local of its forward's frame, or where a decorator wraps that (transformers 5.24's Llama) the first of the wrapper's arguments.
     Seen: 2.11, 2.13."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return re.sub(r"^L\['\w+'\](\[0\])?\.?", "", str(list(stack.values())[-1][0])) if stack else ""
+    stack = _module_stack(node)
+    return _from_root(list(stack.values())[-1][0]) if stack else ""
+
+
+def module_call(node: torch.fx.Node, module: str) -> int:
+    """In which call of this module ("model.layers.3") in one forward an operation was traced, counted from 0; 0 of one that it was not
+    traced in. Seen: 2.11, 2.13."""
+    keys = [str(key) for key, (path, _) in _module_stack(node).items() if _from_root(path) == module]
+    return int(keys[-1].partition("@")[2] or 0) if keys else 0
+
+
+def _module_stack(node: torch.fx.Node) -> dict[str, tuple[str, Any]]:
+    return node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+
+
+def _from_root(path: str) -> str:
+    return re.sub(r"^L\['\w+'\](\[0\])?\.?", "", str(path))
 
 
 def saves_by(region: torch.fx.GraphModule) -> Any:

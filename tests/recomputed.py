@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -67,6 +67,25 @@ class Deep(Stack):
     def __init__(self) -> None:
         super().__init__(0)
         self.layers = nn.ModuleList(Plain() for _ in range(9))
+
+
+class Looped(Stack):
+    """Calls one block over and over, with nothing between two calls or something."""
+
+    between: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList([Plain()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.between(self.layers[0](x))
+        return self.head(x).log_softmax(-1).square().mean()
+
+
+class LoopedApart(Looped):
+    between = staticmethod(torch.tanh)
 
 
 @torch.library.custom_op("autoshard_tests::noise", mutates_args=())

@@ -29,7 +29,7 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared
 from autoshard.savings import LEVELS, LITTLE, fills, levels
-from tests.recomputed import Plain, Stack, forecaster_of, inputs, planned
+from tests.recomputed import Looped, Plain, Stack, forecaster_of, inputs, planned
 from tests.small import in_full
 
 
@@ -69,13 +69,16 @@ class Few(Stack):
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_blocks_are_cut_by_themselves_and_say_what_the_whole_step_takes(monkeypatch: pytest.MonkeyPatch, codegen: Any) -> None:
-    forecaster = forecaster_of(Few(), inputs(16), codegen)
+@pytest.mark.parametrize(("make", "count"), [(Few, 3), (Looped, 1)])
+def test_blocks_are_listed_by_themselves_and_say_what_the_whole_step_takes(
+    monkeypatch: pytest.MonkeyPatch, make: type[nn.Module], count: int, codegen: Any
+) -> None:
+    forecaster = forecaster_of(make(), inputs(16), codegen)
     plan = planned(forecaster)
     with monkeypatch.context() as patch:
         patch.setattr(Prepared, "cut", lambda *_: pytest.fail("the whole step was cut"))
         blocks = forecaster.blocks(plan)
-    assert [b.name for b in blocks] == ["layers.0", "layers.1", "layers.2"] and len(blocks[0].options) > 4
+    assert [b.name for b in blocks] == [f"layers.{i}" for i in range(count)] and len(blocks[0].options) > 4
     for which in (1, 2, 4, -1):
         taken = tuple(b.options[which] for b in blocks)
         simulated = forecaster._with(plan, blocks, taken).predicted

@@ -23,6 +23,7 @@ from autoshard.passes.choose_unshard import dropped, keeping_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
+from autoshard.savings import kept_of
 from tests import models
 from tests.cluster import Cluster as Processes
 from tests.parity import measure
@@ -31,6 +32,8 @@ from tests.recomputed import (
     TEXT,
     Codegen,
     Deep,
+    Looped,
+    LoopedApart,
     Noisy,
     Stack,
     forecaster_of,
@@ -320,3 +323,17 @@ def test_parity_where_copies_of_some_blocks_are_kept_and_others_computed_again(t
     assert 0 < len(dropped(mixed)) < len(dropped(plan))
     for distance in two.run(measure, name, config("auto", plan=mixed, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance
+
+
+@pytest.mark.parametrize("make", [Looped, LoopedApart])
+def test_a_policy_is_about_each_call_of_a_block(make: type[nn.Module]) -> None:
+    """Of four calls what enters is saved, and nothing inside; results are bitwise those without."""
+    forecaster = forecaster_of(make(), inputs())
+    plan = planned(forecaster)
+    full = with_policies(plan, make, ["full"])
+    usual, kept = (kept_of(rehearse(forecaster.captured, p, inductor=False)) for p in (plan, full))
+    within = [len([name for name in names if name.startswith(("native_layer_norm", "addmm", "gelu", "native_dropout"))]) for names in (usual, kept)]
+    assert within[0] > 0 and within[1] == 0
+    entering = "add" if make is Looped else "tanh"
+    assert kept.issuperset({entering, f"{entering}_1", f"{entering}_2"})
+    assert same(trained(make, inputs(), plan, "eager"), trained(make, inputs(), full, "eager"))

@@ -281,6 +281,28 @@ def test_nodes_of_a_joint_graph_say_whose_they_are(kind: type[nn.Sequential]) ->
     assert torch_internals.module_path(grad) == "0"
 
 
+def test_calls_of_a_module_are_counted() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(nn.Tanh(), nn.Linear(2, 2))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](self.layers[0](x)).sin()  # type: ignore[no-any-return]
+
+    seen: list[tuple[str, int, int]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                seen.append((torch_internals.module_path(node), *(torch_internals.module_call(node, m) for m in ("layers.0", "other"))))
+        return gm.forward
+
+    torch.compile(Twice(), backend=backend)(torch.ones(2))
+    inside = [("layers.0.0", 0, 0), ("layers.0.1", 0, 0), ("layers.0.0", 1, 0), ("layers.0.1", 1, 0)]
+    assert [entry for entry in seen if entry[0].startswith("layers")] == inside
+
+
 def test_budgets_of_activations_can_be_left_out() -> None:
     """Both of torch's whole partitions, and that of a region."""
     w = torch.ones(8, 8, requires_grad=True)

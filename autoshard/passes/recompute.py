@@ -3,7 +3,7 @@
 [Note: Policies] The plan has a policy for each block, as text. "none": torch's partitioner decides, which computes again
 what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
-of it, and nothing else. What leaves a block is an input of another, and saved ("through": not even that, see [Note: Regions] in
+of it, and nothing else. A block that is called several times has each of these in each call. What leaves a call is an input of another, and saved ("through": not even that, see [Note: Regions] in
 `repeat_blocks`); views are made again in any case. What an
 operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
 `torch.Tag.nondeterministic_seeded` is repeated), what one gives that
@@ -101,18 +101,20 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
-            once = always_saved(nodes, backward)
             _say_what_is_not_repeated(filterfalse(is_repeatable, nodes))
-            saved = with_items(chosen(block, nodes, policy) | once)
+            saved = saved_of(block, nodes, policy, backward)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
                 node.meta.pop("ac_graph_id", None)  # of the user's regions: torch saves what goes from one to the next
     return blocks.keys()
 
 
-def always_saved(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
-    """Of a block's values those that every policy saves, where backward needs them."""
-    return {*filterfalse(is_repeatable, nodes), *_leaving(nodes, backward)}
+def saved_of(block: str | None, nodes: Iterable[Node], policy: str, backward: set[Node]) -> set[Node]:
+    """Of a block's values those that a policy saves, where backward needs them."""
+    saved = set(filterfalse(is_repeatable, nodes))
+    for call in calls_of(block, nodes):
+        saved |= chosen(block, call, policy) | _leaving(call, backward)
+    return _with_items(saved)
 
 
 def save_unrepeatable(joint: GraphModule) -> None:
@@ -120,7 +122,7 @@ def save_unrepeatable(joint: GraphModule) -> None:
     again = [n for n in joint.graph.nodes if n.meta.get("recompute") in _COMPUTED_AGAIN and n.op == "call_function" and _is_value(n)]
     once = list(filterfalse(is_repeatable, again))
     _say_what_is_not_repeated(once)
-    for node in with_items(set(once)):
+    for node in _with_items(set(once)):
         node.meta["recompute"] = SAVE
 
 
@@ -139,6 +141,14 @@ def values_of_blocks(joint: GraphModule, backward: set[Node], stacks: Collection
         if node.op == "call_function" and node not in backward and _is_value(node):
             blocks[graphs.block_of(node, stacks)].append(node)
     return blocks
+
+
+def calls_of(block: str | None, nodes: Iterable[Node]) -> list[list[Node]]:
+    """A block's values by its calls, where a model calls it more than once: a policy is about each."""
+    calls: dict[int, list[Node]] = defaultdict(list)
+    for node in nodes:
+        calls[torch_internals.module_call(node, block) if block else 0].append(node)
+    return list(calls.values())
 
 
 def needed(backward: set[Node]) -> set[Node]:
@@ -206,7 +216,7 @@ def operations(nodes: Iterable[Node]) -> dict[str, Node]:
     return found
 
 
-def with_items(nodes: set[Node]) -> set[Node]:
+def _with_items(nodes: set[Node]) -> set[Node]:
     """Of an operation with several results, these too."""
     return nodes | {user for n in nodes if isinstance(n.meta["val"], (list, tuple)) for user in n.users}
 
