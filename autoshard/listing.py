@@ -1,6 +1,7 @@
-"""Forward and backward of a block by what it saves, as lists of its joint graph's own nodes.
+"""Forward and backward by what is saved, as lists of their joint graph's own nodes.
 
-[Note: Lists] Where a policy says of each value whether it is saved or computed again, no cut is left to look for. Forward is what its
+[Note: Lists] Where it is known of each value whether it is saved or computed again, by a block's policy or, between blocks, by what torch
+saved before, no cut is left to look for. Forward is what its
 results and what is saved are made of; backward, what gradients are made of as far as that is not saved. What is computed again stands
 before its first use, an item behind what it is one of. torch's partitioner comes to the same (a test compares them), but takes a tenth
 of a second to write it as graphs, and a dozen candidates of each block are looked at. The random states that it saves for what is
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,46 +27,58 @@ from autoshard.passes.recompute import backward_of, saved_of, values_of_blocks
 
 @dataclass(frozen=True)
 class JointList:
-    """The joint graph of a block, without what was there twice. results: how many of what it gives are forward's. tangents: its inputs
-    that autograd gives to backward. at: where each node stands. saved_by: the names of the values of forward that a policy saves."""
+    """A joint graph without what was there twice. results: how many of what it gives are forward's. tangents: its inputs that autograd
+    gives to backward. at: where each node stands. blocks: what policies are about, by block, in the graph that it was. backward: of that.
+    kept: what is saved where no policy says, by name, with its block. whole: see `Listed`."""
 
     graph: Graph
     results: int
     tangents: Sequence[Node]
     at: dict[Node, int]
-    saved_by: Callable[[str], Set[str]]
+    blocks: Mapping[str | None, Sequence[Node]]
+    backward: set[Node]
+    kept: Mapping[str, str | None]
+    whole: bool = True
 
     @staticmethod
-    def of(joint: GraphModule, results: int, stacks: Collection[str]) -> JointList:
-        """That of a copy of this graph. stacks: the plan's."""
+    def of(joint: GraphModule, results: int, stacks: Collection[str], kept: Set[str] | None = None) -> JointList:
+        """That of a copy of this graph. stacks: the plan's. kept: names; None of a block alone, of which nearly all is in a policy."""
         backward = backward_of(joint)
-        by_block = values_of_blocks(joint, backward, stacks)
-        between = [n for n in by_block.pop(None, []) if not torch_internals.is_view(n.target)]
-        block, values = next(iter(by_block.items()), (None, []))
-
-        def saved_by(policy: str) -> Set[str]:
-            return {n.name for n in (*between, *saved_of(block, values, policy, backward))}
-
+        blocks = values_of_blocks(joint, backward, stacks)
+        if kept is None:
+            kept = {n.name for n in blocks.get(None, ()) if not torch_internals.is_view(n.target)}
+        of_block = {n.name: graphs.block_of(n, stacks) for n in joint.graph.nodes if n.name in kept}
         once = torch_internals.without_repeats(joint.graph)
         tangents = [n for n in once.find_nodes(op="placeholder") if torch_internals.input_position(n) is None]
-        return JointList(once, results, tangents, graphs.positions(once), saved_by)
+        return JointList(once, results, tangents, graphs.positions(once), blocks, backward, of_block)
 
-    def by(self, policy: str) -> Listed:
-        """The halves by a policy that says what is saved: any but "none"."""
-        saved = self.saved_by(policy)
+    def alone(self, policy: str) -> Listed:
+        """Of a block by itself, by a policy that says what is saved: any but "none"."""
+        return self.by({block: policy for block in self.blocks if block is not None})
+
+    def by(self, policies: Mapping[str, str]) -> Listed:
+        """The halves by such a policy of each of these blocks."""
+        saved = {name for name, block in self.kept.items() if block not in policies}
+        for block, policy in policies.items():
+            saved |= {n.name for n in saved_of(block, self.blocks.get(block, ()), policy, self.backward)}
         given: Sequence[Any] = self.graph.output_node().args[0]  # type: ignore[assignment]
         results, gradients = given[: self.results], given[self.results :]
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.tangents]
         backward = self._made_of(gradients, saved)
         kept = [n for n in backward if n.name in saved or n in inputs]
-        forward = self._made_of((*results, *kept), frozenset())
+        forward = self._made_of((*results, *kept, *self._writes()), frozenset())
         computed = dict.fromkeys(n for n in backward if n.name not in saved)
         return Listed(
             Listing(inputs, _calls(forward), (*results, *kept)),
             Listing((*kept, *self.tangents), _calls(self._in_turn(computed)), gradients),
             self.results,
             {self.results + i: i for i in range(len(kept))},
+            self.whole,
         )
+
+    def _writes(self) -> list[Node]:
+        """What gives buffers their new values, which nothing reads."""
+        return [n for n in self.graph.nodes if graphs.is_call(n, graphs.WRITE) and not torch_internals.is_backward(n)]
 
     def _made_of(self, values: Iterable[Any], saved: Set[str]) -> dict[Node, None]:
         """What these values are made of, as far as it is not saved, in the graph's order; themselves and what is saved among it."""

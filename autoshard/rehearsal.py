@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,7 @@ from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Pass, Phase
 from autoshard.passes.dump import Dump
 from autoshard.passes.exchange_blocks import can_exchange, exchange_blocks
+from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, KEY, POLICY, PREFIX
 from autoshard.plan import ParameterGroup, Plan
@@ -191,10 +192,19 @@ class Prepared:
         assert halves.backward is not None
         return Rehearsed(halves.forward, halves.backward, halves.results, _links(halves), ())
 
-    def listed(self, kind: Kind) -> JointList:
-        """The same for many policies."""
+    def listed_kind(self, kind: Kind) -> JointList:
+        """A kind of block for many policies."""
         assert kind.joint.keywords is not None
         return JointList.of(kind.joint.graph, kind.joint.keywords["num_fwd_outputs"], self.compilation.context.plan.stacks)
+
+    def listed(self, kept: Set[str]) -> JointList:
+        """The whole for policies of many blocks, its collectives not lowered. kept: what is saved without any."""
+        joint = self.joint.copied()
+        assert joint.keywords is not None
+        with _tracing(self.captured):
+            ready = self.compilation.before_parting(joint)
+        found = JointList.of(ready, joint.keywords["num_fwd_outputs"], self.compilation.context.plan.stacks, kept)
+        return replace(found, whole=not self.blocks)
 
 
 class _Rehearsal(Compilation):
@@ -242,6 +252,12 @@ class _Rehearsal(Compilation):
 
         block = compile_block(body, differentiate, self.generate)
         return WrittenBlock(block, known.joints[key]) if block is not None else None
+
+    def before_parting(self, joint: Joint) -> GraphModule:
+        """The graph that would be parted."""
+        gm = self._joint(joint.graph, self.context)
+        keep_overwritten(gm)
+        return gm
 
     def finish(self, joint: Joint, blocks: tuple[Block, ...]) -> Rehearsed:
         """Parts the graph and runs the last passes."""

@@ -5,8 +5,8 @@ from.
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
 saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what is worth saving: the points of a parametric cut through
 the block, from nothing to what torch saves. Between two of them lies as much as the last value takes, which may be a hundredth of the
-step's peak; so there is a fill, too: the point but for the last smaller value before that. Each is simulated: blocks that are graphs of their own, or could be, by themselves, from lists
-([Note: Lists]); all others together in the whole graph, which is cut for that.
+step's peak; so there is a fill, too: the point but for the last smaller value before that. Each is simulated from lists
+([Note: Lists]): blocks that are graphs of their own, or could be, by themselves; all others together in the whole graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -83,12 +83,8 @@ class Savings:
         joint = {name: policies for name, policies in found.items() if name not in alone}
         usual = _measured(self.usual, {*joint, *alone}, plan.stacks)
         options = {name: {"none": seen} for name, seen in usual.items()}
-        for level in range(max(map(len, joint.values()), default=0)):
-            policies = {name: found[level] for name, found in joint.items() if level < len(found)}
-            cut = self.prepared.cut(replace(plan, recompute=tuple(policies.items())))
-            for name, seen in _measured(self.simulate(cut.listed), set(options), plan.stacks).items():
-                if name in policies:
-                    options[name][policies[name]] = seen
+        for name, policies in self._together(joint, set(options), plan.stacks).items():
+            options[name] |= {policy: usual[name].moved(seen) for policy, seen in policies.items()}
         for kind in apart:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
             by_itself = self._alone(kind, policies_there, plan.stacks)
@@ -97,13 +93,29 @@ class Savings:
                 options[name] = {option.policy: usual[name].shifted(option, by_itself[0], times) for option in by_itself}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
 
+    def _together(self, found: Mapping[str, Sequence[str]], names: Set[str], stacks: Collection[str]) -> dict[str, dict[str, _Seen]]:
+        """By how much what such policies make of blocks that are no graphs of their own is off what it is without: the first of all at
+        once in the whole graph, then the second, and so on."""
+        if not found:
+            return {}
+        joint, more = self.prepared.listed(self.kept), defaultdict[str, dict[str, _Seen]](dict)
+        before = _measured(self.simulate(joint.by({})), names, stacks)
+        for level in range(max(map(len, found.values()))):
+            policies = {name: several[level] for name, several in found.items() if level < len(several)}
+            listed = joint.by(policies)
+            seen = _measured(self.simulate(listed), names, stacks)
+            states = Counter(graphs.block_of(node, stacks) for node in listed.repeated if _saves_state(node))
+            for name in policies.keys() & seen.keys():
+                more[name][policies[name]] = seen[name].less(before[name]).saving(STATE * states[name])
+        return more
+
     def regions(self, blocks: Sequence[Block]) -> list[Block]:
         """These blocks, with the regions that could end at each, too: of blocks that are graphs of their own already."""
         kinds = [kind for kind in self.prepared.kinds if kind.names and kind.has_backward and kind.repeats]
         return with_regions(blocks, {name: again for kind in kinds for again in [self._again(kind)] for name in kind.names})
 
     def _again(self, kind: Kind) -> Again:
-        listed = self.prepared.listed(kind).by("full")
+        listed = self.prepared.listed_kind(kind).alone("full")
         step = self.simulate_alone(listed)
         leaving = sum(self._number(bytes_of(n.meta["val"])) for n in listed.forward.gives[: listed.results])
         return Again(leaving, sum(t for o, t in zip(step.program.operations, step.seconds) if o.half == "forward"))
@@ -158,8 +170,8 @@ class Savings:
         if key not in self.known:
             usual = self.prepared.cut_kind(kind, "none")
             policies = policies or next(iter(self.candidates(kind.joint.graph, kept_of(usual), stacks).values()), ())
-            joint = self.prepared.listed(kind)
-            listed = {"none": usual.listed} | {policy: joint.by(policy) for policy in policies}
+            joint = self.prepared.listed_kind(kind)
+            listed = {"none": usual.listed} | {policy: joint.alone(policy) for policy in policies}
             self.known[key] = [self._option(policy, halves) for policy, halves in listed.items()]
         return self.known[key]
 
@@ -205,6 +217,18 @@ class _Seen:
         """In its own forward and backward they are there in any case."""
         peak = max(self.inside, self.between + copies.bytes, self.after)
         return Option(policy, self.saved + copies.bytes, peak, self.seconds - copies.seconds, keeps=True)
+
+    def less(self, other: _Seen) -> _Seen:
+        """By how much each of these is more than the other's."""
+        return _Seen(*(a - b for a, b in zip(astuple(self), astuple(other))))
+
+    def moved(self, by: _Seen) -> _Seen:
+        """With each of these more."""
+        return _Seen(*(a + b for a, b in zip(astuple(self), astuple(by))))
+
+    def saving(self, more: int) -> _Seen:
+        """With so many bytes more that wait for its backward."""
+        return replace(self, saved=self.saved + more, inside=self.inside + more, between=self.between + more)
 
     def shifted(self, alone: Option, usual: Option, times: int) -> _Seen:
         """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place.

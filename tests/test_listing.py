@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autoshard.cost_model.program import Listing
 from autoshard.cost_model.step_memory import Listed
 from autoshard.cost_model.work import op_name
 from autoshard.cost_model.workspace import STATE
+from autoshard.passes.choose_recompute import peak_of
 from autoshard.rehearsal import Kind
 from autoshard.savings import Savings, kept_of
 from tests import models
@@ -49,15 +51,29 @@ def test_lists_are_what_torch_writes(make: Callable[[], nn.Module], given: Any, 
     plan = planned(forecaster)
     savings = forecaster._savings(plan)
     kind = next(kind for kind in savings.kinds if kind.names and kind.has_backward)
-    joint, policies = savings.prepared.listed(kind), _policies(savings, kind, plan.stacks)
+    joint, policies = savings.prepared.listed_kind(kind), _policies(savings, kind, plan.stacks)
     assert len(policies) > 4
     for policy in policies:
-        cut, listed = savings.prepared.cut_kind(kind, policy).listed, joint.by(policy)
+        cut, listed = savings.prepared.cut_kind(kind, policy).listed, joint.alone(policy)
         assert cut.backward is not None and listed.backward is not None
         assert _called(listed.forward.calls) == _called(cut.forward.calls)
         assert _called(listed.backward.calls) == _called(cut.backward.calls)
         assert _given(listed.backward) == _given(cut.backward)
         _take_the_same(savings, policy, listed, cut)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_blocks_that_are_no_graphs_are_listed_together(codegen: Any) -> None:
+    """Of BatchNorm, which writes to its buffers."""
+    forecaster = forecaster_of(Stack(), inputs(16), codegen)
+    plan = planned(forecaster)
+    blocks = forecaster.blocks(plan)
+    assert [b.name for b in blocks] == [f"layers.{i}" for i in range(3)] and all(len(b.options) > 4 for b in blocks)
+    for options in zip(*(b.options for b in blocks)):
+        policies = tuple((b.name, o.policy) for b, o in zip(blocks, options) if o.policy != "none")
+        simulated = forecaster(replace(plan, recompute=policies)).predicted
+        assert peak_of(options) == pytest.approx(simulated.peak_bytes, rel=0.02)
+        assert sum(o.seconds for o in options) == pytest.approx(simulated.step_seconds - simulated.seconds["optimizer"], rel=0.02)
 
 
 def _policies(savings: Savings, kind: Kind, stacks: Sequence[str]) -> list[str]:
