@@ -1,11 +1,10 @@
 """Forward and backward by what is saved, as lists of their joint graph's own nodes.
 
-[Note: Lists] Where it is known of each value whether it is saved or computed again, by a block's policy or, between blocks, by what torch
-saved before, no cut is left to look for. Forward is what its
-results and what is saved are made of; backward, what gradients are made of as far as that is not saved. What is computed again stands
-before its first use, an item behind what it is one of. torch's partitioner comes to the same (a test compares them), but takes a tenth
-of a second to write it as graphs, and a dozen candidates of each block are looked at. The random states that it saves for what is
-repeated are no nodes of a joint graph, and not in the lists.
+[Note: Lists] Where it is known of each value whether it is saved or computed again, by a block's policy or, between blocks, by what
+torch saved before, no cut is left to look for. Forward is what its results and what is saved are made of; backward, what gradients are
+made of as far as that is not saved. What is computed again stands before its first use, an item behind what it is one of. torch's
+partitioner comes to the same (a test compares them), but takes several times as long to write it as graphs, and a dozen candidates of
+each block are looked at. The random states that it saves for what is repeated are no nodes of a joint graph, and not in the lists.
 """
 
 from __future__ import annotations
@@ -58,9 +57,12 @@ class JointList:
 
     def by(self, policies: Mapping[str, str]) -> Listed:
         """The halves by such a policy of each of these blocks."""
-        saved = {name for name, block in self.kept.items() if block not in policies}
-        for block, policy in policies.items():
-            saved |= {n.name for n in saved_of(block, self.blocks.get(block, ()), policy, self.backward)}
+        between = {name for name, block in self.kept.items() if block not in policies}
+        said = [saved_of(block, self.blocks.get(block, ()), policy, self.backward) for block, policy in policies.items()]
+        return self._halves(between.union(n.name for nodes in said for n in nodes))
+
+    def _halves(self, saved: Set[str]) -> Listed:
+        """saved: of forward's values, by name, as far as backward needs them."""
         given: Sequence[Any] = self.graph.output_node().args[0]  # type: ignore[assignment]
         results, gradients = given[: self.results], given[self.results :]
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.tangents]
