@@ -21,6 +21,7 @@ from autoshard.rehearsal import Kind
 from autoshard.savings import Savings, kept_of
 from tests import models
 from tests.recomputed import Stack, forecaster_of, inputs, noise, planned
+from tests.small import in_full
 
 TEXT = models.tokens(67)(torch.Generator().manual_seed(0))
 
@@ -44,8 +45,13 @@ class Stranges(Stack):
         self.layers = nn.ModuleList(Strange() for _ in range(2))
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize(("make", "given"), [(models.llama, TEXT), (models.bert, TEXT), (Stranges, inputs())])
+@pytest.mark.parametrize(
+    ("make", "given", "codegen"),
+    [
+        (models.llama, TEXT, "eager"), (Stranges, inputs(), "eager"), (Stranges, inputs(), "inductor"),
+        *(in_full(make, TEXT, codegen) for make, codegen in [(models.llama, "inductor"), (models.bert, "eager"), (models.bert, "inductor")]),
+    ],
+)  # fmt: skip
 def test_lists_are_what_torch_writes(make: Callable[[], nn.Module], given: Any, codegen: Any) -> None:
     forecaster = forecaster_of(make(), given, codegen)
     plan = planned(forecaster)
