@@ -3,13 +3,13 @@
 [Note: Policies] The plan has a policy for each block, as text. "none": torch's partitioner decides, which computes again
 what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
-of it, and nothing else. A block that is called several times has each of these in each call. What leaves a call is an input of another, and saved ("through": not even that, see [Note: Regions] in
-`repeat_blocks`); views are made again in any case. What an
-operator gives that torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
-`torch.Tag.nondeterministic_seeded` is repeated), what one gives that
-takes graphs (`torch.cond`), whose random ops would draw anew, and what a collective of the user's own gives, since all processes would
-have to agree to repeat it. In regions of torch.utils.checkpoint it is saved as well: eager mode winds random states back before it calls
-a region again, but a compiled backward repeats operator by operator.
+of it, and nothing else. A block that is called several times has these in each call. What leaves a call is an input of another, and
+saved ("through": not even that, see [Note: Regions] in `repeat_blocks`); views are made again in any case. What an operator gives that
+torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
+`torch.Tag.nondeterministic_seeded` is repeated), what one gives that takes graphs (`torch.cond`), whose random ops would draw anew,
+and what a collective of the user's own gives, since all processes would have to agree to repeat it. In regions of
+torch.utils.checkpoint it is saved as well: eager mode winds random states back before it calls a region again, but a compiled backward
+repeats operator by operator.
 
 The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
 in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
