@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reference import MODELS, Reference  # noqa: E402
 from worker import TIMED, TURN, WARM_UP, Measured  # noqa: E402
 
+from autoshard.units import counted  # noqa: E402
+
 RESULTS = Path(__file__).resolve().parent / "results"
 TEXT = RESULTS.parent.parent / "docs" / "performance.md"
 FP32 = 4  # bytes of a parameter
@@ -180,12 +182,13 @@ def markdown(found: dict[str, Results]) -> str:
 
 def _heading(results: Results) -> str:
     m, hosts = results.machine, results.steps[0].hosts if results.steps else 0
-    rounds = max((len(c.seconds) for s in results.steps for c in s.measured), default=0)
+    first = results.steps[0].measured[0] if results.steps else Measured("")
+    rounds, turn = len(first.seconds), len(first.losses) // (WARM_UP + len(first.seconds))
     words = results.steps[0].reference.words if results.steps else "nothing"
     return (
         f"## {words[0].upper()}{words[1:]}, {hosts} hosts\n\n"
         f"{m.cpu}, {m.cores} cores; {m.hosts}, one process of one thread each; "
-        f"torch {m.torch}, {m.backend}; {m.date}; {rounds} rounds."
+        f"torch {m.torch}, {m.backend}; {m.date}; {rounds} rounds of {counted(turn, 'step', 'steps')} each."
     )
 
 
@@ -195,7 +198,7 @@ def _preamble() -> str:
         "Written by `python bench/run.py`; the figures are in bench/results/step_time*.json.\n\n"
         "4 x 128 tokens a rank, AdamW, gradients clipped to norm 1. Contenders take turns of "
         f"{TURN} steps, of whose last {TIMED} the median is the round's time (a job's connections are never idle, on which TCP would begin "
-        "slowly; figures up to 2026-11-25 are of single steps, those up to 2026-11-26 of the second of two), "
+        "slowly; tables of rounds of one step each, or of two, of which the second was timed, are older), "
         f"in rounds that are timed after {WARM_UP} others; a step's time is that of the slowest rank, a ratio is the "
         "median of the rounds' own ratios (at the targets also the middle half of them). `compute` is the "
         "compiled model without any communication. torch's ways, DeepSpeed and autoshard have processes of their own, so none has "
