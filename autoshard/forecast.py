@@ -211,7 +211,7 @@ class Forecaster:
         return {name: Copies(size, spared * size / sum(again.values())) for name, size in again.items()} if spared > 0 else {}
 
     def _kinds(self, plan: Plan) -> Sequence[Kind]:
-        """What each block would be as a graph of its own: to cut that is to cut less than all of the step."""
+        """What each block would be as a graph of its own: to list that is to list less than all of the step."""
         prepared = self._prepared(plan)
         if prepared.kinds or OutlineBlocks not in map(type, self.passes):
             return prepared.kinds

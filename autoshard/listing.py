@@ -15,26 +15,27 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.cost_model.program import Listing
 from autoshard.cost_model.step_memory import Listed
 from autoshard.passes import graphs
-from autoshard.passes.recompute import backward_of, saved_of, values_of_blocks
+from autoshard.passes.recompute import backward_of, calls_of, saved_of, values_of_blocks
 
 
 @dataclass(frozen=True)
 class JointList:
     """A joint graph without what was there twice. results: how many of what it gives are forward's. tangents: its inputs that autograd
-    gives to backward. at: where each node stands. blocks: what policies are about, by block, in the graph that it was. backward: of that.
+    gives to backward. at: where each node stands. calls: what policies are about, by block, in the graph that it was. backward: of that.
     kept: what is saved where no policy says, by name, with its block. whole: see `Listed`."""
 
     graph: Graph
     results: int
-    tangents: Sequence[Node]
+    tangents: dict[Node, None]
     at: dict[Node, int]
-    blocks: Mapping[str | None, Sequence[Node]]
+    calls: Mapping[str | None, Sequence[Sequence[Node]]]
     backward: set[Node]
     kept: Mapping[str, str | None]
     whole: bool = True
@@ -47,31 +48,33 @@ class JointList:
         if kept is None:
             kept = {n.name for n in blocks.get(None, ()) if not torch_internals.is_view(n.target)}
         of_block = {n.name: graphs.block_of(n, stacks) for n in joint.graph.nodes if n.name in kept}
+        sizes = {n.name: None for n in joint.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}  # which take next to nothing
+        calls = {block: calls_of(block, nodes) for block, nodes in blocks.items()}
         once = torch_internals.without_repeats(joint.graph)
-        tangents = [n for n in once.find_nodes(op="placeholder") if torch_internals.input_position(n) is None]
-        return JointList(once, results, tangents, graphs.positions(once), blocks, backward, of_block)
+        tangents = dict.fromkeys(n for n in once.find_nodes(op="placeholder") if torch_internals.input_position(n) is None)
+        return JointList(once, results, tangents, graphs.positions(once), calls, backward, of_block | sizes)
 
     def alone(self, policy: str) -> Listed:
         """Of a block by itself, by a policy that says what is saved: any but "none"."""
-        return self.by({block: policy for block in self.blocks if block is not None})
+        return self.by({block: policy for block in self.calls if block is not None})
 
     def by(self, policies: Mapping[str, str]) -> Listed:
         """The halves by such a policy of each of these blocks."""
         between = {name for name, block in self.kept.items() if block not in policies}
-        said = [saved_of(block, self.blocks.get(block, ()), policy, self.backward) for block, policy in policies.items()]
+        said = [saved_of(self.calls.get(block, ()), policy, self.backward) for block, policy in policies.items()]
         return self._halves(between.union(n.name for nodes in said for n in nodes))
 
     def _halves(self, saved: Set[str]) -> Listed:
         """saved: of forward's values, by name, as far as backward needs them."""
         given: Sequence[Any] = self.graph.output_node().args[0]  # type: ignore[assignment]
         results, gradients = given[: self.results], given[self.results :]
-        inputs = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.tangents]
+        inputs = dict.fromkeys(n for n in self.graph.find_nodes(op="placeholder") if n not in self.tangents)
         backward = self._made_of(gradients, saved)
         kept = [n for n in backward if n.name in saved or n in inputs]
         forward = self._made_of((*results, *kept, *self._writes()), frozenset())
         computed = dict.fromkeys(n for n in backward if n.name not in saved)
         return Listed(
-            Listing(inputs, _calls(forward), (*results, *kept)),
+            Listing(list(inputs), _calls(forward), (*results, *kept)),
             Listing((*kept, *self.tangents), _calls(self._in_turn(computed)), gradients),
             self.results,
             {self.results + i: i for i in range(len(kept))},

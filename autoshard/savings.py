@@ -62,7 +62,7 @@ class Copies:
 @dataclass(frozen=True)
 class Savings:
     """Of one prepared graph. kinds: the blocks that can be graphs of their own, whether they are there or not. usual: its step, nothing
-    chosen. kept: the names of what is saved there. simulate: a step of its graphs, or of a block's alone. seconds_of: what an operation
+    chosen. kept: the names of what is saved there. simulate: a step, or a block alone. seconds_of: what an operation
     takes. copies: by block. known: what blocks by themselves could save, by their joint graphs' ids; what is found here is added."""
 
     prepared: Prepared
@@ -89,8 +89,7 @@ class Savings:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
             by_itself = self._alone(kind, policies_there, plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
-                times = kind.names.count(name)
-                options[name] = {option.policy: usual[name].shifted(option, by_itself[0], times) for option in by_itself}
+                options[name] = {option.policy: usual[name].shifted(option, by_itself[0]) for option in by_itself}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
 
     def _together(self, found: Mapping[str, Sequence[str]], names: Set[str], stacks: Collection[str]) -> dict[str, dict[str, _Seen]]:
@@ -105,7 +104,7 @@ class Savings:
             listed = joint.by(policies)
             seen = _measured(self.simulate(listed), names, stacks)
             states = Counter(graphs.block_of(node, stacks) for node in listed.repeated if _saves_state(node))
-            for name in policies.keys() & seen.keys():
+            for name in policies.keys() & seen.keys() & before.keys():
                 more[name][policies[name]] = seen[name].less(before[name]).saving(STATE * states[name])
         return more
 
@@ -230,14 +229,10 @@ class _Seen:
         """With so many bytes more that wait for its backward."""
         return replace(self, saved=self.saved + more, inside=self.inside + more, between=self.between + more)
 
-    def shifted(self, alone: Option, usual: Option, times: int) -> _Seen:
-        """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place.
-        times: how often it is called; its last call lies above what all before it saved."""
+    def shifted(self, alone: Option, usual: Option) -> _Seen:
+        """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place."""
         saved, inside, seconds = alone.saved - usual.saved, alone.peak - usual.peak, alone.seconds - usual.seconds
-        inside += (times - 1) * saved
-        return _Seen(
-            self.saved + times * saved, self.inside + inside, self.between + times * saved, self.after, self.seconds + times * seconds
-        )
+        return self.moved(_Seen(saved, inside, saved, 0, seconds))
 
 
 def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, _Seen]:

@@ -8,8 +8,8 @@ saved ("through": not even that, see [Note: Regions] in `repeat_blocks`); views 
 torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
 `torch.Tag.nondeterministic_seeded` is repeated), what one gives that takes graphs (`torch.cond`), whose random ops would draw anew,
 and what a collective of the user's own gives, since all processes would have to agree to repeat it. In regions of
-torch.utils.checkpoint it is saved as well: eager mode winds random states back before it calls a region again, but a compiled backward
-repeats operator by operator.
+torch.utils.checkpoint what may draw unseen is saved as well: eager mode winds random states back before it calls a region again, but a
+compiled backward repeats operator by operator.
 
 The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
 in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
@@ -41,7 +41,6 @@ from autoshard.plan import THROUGH, Plan
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
 _KNOWN = (*_REPEATABLE, "_c10d_functional", "autoshard", "")
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
-_COMPUTED_AGAIN = (AGAIN, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,13 @@ def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
         )
 
 
+def _say_what_is_no_operation(block: str | None, calls: Iterable[Sequence[Node]], policy: str) -> None:
+    """Of what a policy saves by name."""
+    known = dict.fromkeys(key for nodes in calls for key in operations(nodes))
+    if unknown := [key for key in policy.split()[1:] if key not in known]:
+        warnings.warn(f"recompute: {unknown[0]!r} is no operation of {block}, so it is not saved; it has {', '.join(known)}", stacklevel=2)
+
+
 def _say_what_is_unknown(found: Collection[str | None], plan: Plan) -> None:
     known = blocks_of(plan.group_of, plan.stacks)
     for block, _ in plan.recompute:
@@ -101,29 +107,34 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
+            calls = calls_of(block, nodes)
             _say_what_is_not_repeated(filterfalse(is_repeatable, nodes))
-            saved = saved_of(block, nodes, policy, backward)
+            _say_what_is_no_operation(block, calls, policy)
+            saved = saved_of(calls, policy, backward)
             for node in nodes:
                 node.meta["recompute"] = SAVE if node in saved else AGAIN
                 node.meta.pop("ac_graph_id", None)  # of the user's regions: torch saves what goes from one to the next
     return blocks.keys()
 
 
-def saved_of(block: str | None, nodes: Iterable[Node], policy: str, backward: set[Node]) -> set[Node]:
-    """Of a block's values those that a policy saves, where backward needs them."""
-    saved = set(filterfalse(is_repeatable, nodes))
-    for call in calls_of(block, nodes):
-        saved |= chosen(block, call, policy) | _leaving(call, backward)
-    return _with_items(saved)
+def saved_of(calls: Iterable[Sequence[Node]], policy: str, backward: set[Node]) -> set[Node]:
+    """Of the values of a block's calls those that a policy saves, where backward needs them."""
+    return _with_items({n for nodes in calls for n in (*filterfalse(is_repeatable, nodes), *_chosen(nodes, policy), *_leaving(nodes, backward))})
 
 
 def save_unrepeatable(joint: GraphModule) -> None:
-    """In regions of the user's own: see [Note: Policies]. Done wherever a graph is parted."""
-    again = [n for n in joint.graph.nodes if n.meta.get("recompute") in _COMPUTED_AGAIN and n.op == "call_function" and _is_value(n)]
-    once = list(filterfalse(is_repeatable, again))
+    """In regions of the user's own, what may draw numbers unseen: see [Note: Policies]. Done wherever a graph is parted. What a plain
+    region holds torch tags as preferred to be computed again; what a user or a pass of ours says must be stays so."""
+    again = [n for n in joint.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE and n.op == "call_function"]
+    once = [n for n in again if _is_value(n) and _draws_unseen(n)]
     _say_what_is_not_repeated(once)
     for node in _with_items(set(once)):
         node.meta["recompute"] = SAVE
+
+
+def _draws_unseen(node: Node) -> bool:
+    """Of an operator that torch does not have, or one of higher order that calls such a one."""
+    return not draws(node.target) and any(getattr(target, "namespace", "") not in _KNOWN for target in (node.target, *node.args))
 
 
 def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
@@ -182,7 +193,7 @@ def is_repeatable(node: Node) -> bool:
     called = (node.target, *node.args)  # operators of higher order take the one that they call
     if any(isinstance(a, Node) and a.op == "get_attr" for a in node.args) and getattr(node.target, "namespace", "") == "higher_order":
         return False
-    return all(getattr(target, "namespace", "aten") in _REPEATABLE or draws(target) for target in called)
+    return draws(node.target) or all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
 
 
 def draws(target: Any) -> bool:
@@ -190,8 +201,8 @@ def draws(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-def chosen(block: str | None, nodes: Iterable[Node], policy: str) -> set[Node]:
-    """The operations of a block whose results a policy saves."""
+def _chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
+    """The operations of a block's call whose results a policy saves."""
     named = operations(nodes)
     if policy in ("full", THROUGH):
         return set()
@@ -199,10 +210,7 @@ def chosen(block: str | None, nodes: Iterable[Node], policy: str) -> set[Node]:
         kinds = {n: kind_of(n) for n in named.values()}
         products = [n for n, kind in kinds.items() if kind in ("matmul", "convolution")]
         return {n for n, kind in kinds.items() if kind == "attention"} | set(products[::2])
-    saved = policy.split()[1:]
-    if unknown := [key for key in saved if key not in named]:
-        warnings.warn(f"recompute: {unknown[0]!r} is no operation of {block}, so it is not saved; it has {', '.join(named)}", stacklevel=2)
-    return {named[key] for key in saved if key in named}
+    return {named[key] for key in policy.split()[1:] if key in named}
 
 
 def operations(nodes: Iterable[Node]) -> dict[str, Node]:
