@@ -87,26 +87,21 @@ class JointList:
 
     def _made_of(self, values: Iterable[Any], saved: Set[str]) -> dict[Node, None]:
         """What these values are made of, as far as it is not saved, in the graph's order; themselves and what is saved among it."""
-        todo = [n for n in values if isinstance(n, Node)]
-        found = set(todo)
-        while todo:
-            node = todo.pop()
-            sources = () if node.name in saved else set(node.all_input_nodes) - found
-            found.update(sources)
-            todo.extend(sources)
+        nodes = (n for n in values if isinstance(n, Node))
+        found = graphs.reached(nodes, lambda node: () if node.name in saved else node.all_input_nodes)
         return dict.fromkeys(sorted(found, key=self.at.__getitem__))
 
     def _in_turn(self, backward: dict[Node, None]) -> dict[Node, None]:
         """What tangents lead to stays in order; what of forward is computed again is put in where it is needed."""
         first = min((self.at[user] for tangent in self.tangents for user in tangent.users if user in backward), default=0)
         placed: dict[Node, None] = {}
+
+        def missing(node: Node) -> list[Node]:
+            return [n for n in node.all_input_nodes if n in backward and n not in placed]
+
         for node in (*(n for n in backward if self.at[n] >= first), *backward):
-            needed, todo = {node}, [node]
-            while todo:
-                sources = {n for n in todo.pop().all_input_nodes if n in backward and n not in placed} - needed
-                needed |= sources
-                todo.extend(sources)
-            placed |= dict.fromkeys(sorted(needed - placed.keys(), key=self.at.__getitem__))
+            if node not in placed:
+                placed |= dict.fromkeys(sorted(graphs.reached([node], missing), key=self.at.__getitem__))
         return placed
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -105,7 +105,8 @@ class Savings:
             seen = _measured(self.simulate(listed), names, stacks)
             states = Counter(graphs.block_of(node, stacks) for node in listed.repeated if _saves_state(node))
             for name in policies.keys() & seen.keys() & before.keys():
-                more[name][policies[name]] = seen[name].less(before[name]).saving(STATE * states[name])
+                kept = STATE * states[name]
+                more[name][policies[name]] = seen[name].less(before[name]).moved(_Seen(kept, kept, kept, 0, 0.0))
         return more
 
     def regions(self, blocks: Sequence[Block]) -> list[Block]:
@@ -153,11 +154,8 @@ class Savings:
 
     def _seconds_again(self, node: Node, own: set[Node], saved: set[Node]) -> float:
         """Of computing it from what is saved and what enters the block."""
-        chain, todo = {node}, [node]
-        while todo:
-            sources = {_made_by(n) for n in todo.pop().all_input_nodes} & own - saved - chain
-            chain |= sources
-            todo.extend(sources)
+        again = own - saved
+        chain = graphs.reached([node], lambda n: again.intersection(map(_made_by, n.all_input_nodes)))
         return sum(self.seconds_of(Operation(n, "forward", (), ())) for n in chain)
 
     def _number(self, size: Size) -> int:
@@ -224,10 +222,6 @@ class _Seen:
     def moved(self, by: _Seen) -> _Seen:
         """With each of these more."""
         return _Seen(*(a + b for a, b in zip(astuple(self), astuple(by))))
-
-    def saving(self, more: int) -> _Seen:
-        """With so many bytes more that wait for its backward."""
-        return replace(self, saved=self.saved + more, inside=self.inside + more, between=self.between + more)
 
     def shifted(self, alone: Option, usual: Option) -> _Seen:
         """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place."""

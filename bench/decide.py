@@ -64,9 +64,9 @@ def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
     where = Circumstances(forecaster.cluster, None)
     seconds, plan = taken(make_plan, captured.inventory, Config(zero=0, codegen=codegen), where, forecaster)
     yield "its step is simulated", seconds
-    first, *_ = budgets = [int(share * plan.predicted.peak_bytes) for share in BUDGETS]
+    budgets = [int(share * plan.predicted.peak_bytes) for share in BUDGETS]
     seconds, blocks = taken(forecaster.blocks, plan)
-    yield f"what its blocks save is decided, for {BUDGETS[0]} of that peak", seconds + taken(choose, blocks, first)[0]
+    yield f"what its blocks save is decided, for {BUDGETS[0]} of that peak", seconds + taken(choose, blocks, budgets[0])[0]
     for share, budget in zip(BUDGETS, budgets):
         seconds, _ = taken(forecaster.fit, plan, budget)
         yield f"steps are simulated with that, until one fits {share} of it", seconds

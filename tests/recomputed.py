@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import Config
@@ -49,6 +50,15 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
+        return self.head(x).log_softmax(-1).square().mean()
+
+
+class Checkpointed(Stack):
+    """Whose user repeats its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
         return self.head(x).log_softmax(-1).square().mean()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import Config
@@ -30,6 +29,7 @@ from tests.parity import measure
 from tests.recomputed import (
     HERE,
     TEXT,
+    Checkpointed,
     Codegen,
     Deep,
     Looped,
@@ -177,15 +177,6 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
         assert not any("rng_state" in t for t in targets)
     for targets in _targets(Stack(), inputs()):
         assert sum("rng_state" in t for t in targets) == 6  # of three attentions and three dropouts
-
-
-class Checkpointed(Stack):
-    """Whose user repeats its blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x).log_softmax(-1).square().mean()
 
 
 @pytest.mark.parametrize("policy", ["full", in_full("selective"), "save addmm#0 native_dropout#0"])

@@ -16,6 +16,7 @@ from autoshard.rehearsal import Rehearsed, rehearse
 from autoshard.savings import kept_of
 from tests import models
 from tests.recomputed import (
+    Checkpointed,
     Noisy,
     Plain,
     Stack,
@@ -29,17 +30,12 @@ from tests.recomputed import (
 from tests.small import in_full, same
 
 
-class Regions(Stack):
+class Regions(Checkpointed):
     """Layers of one kind, each called as a region."""
 
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__(0)
         self.layers = nn.ModuleList(layer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x).log_softmax(-1).square().mean()
 
 
 class Alone(Regions):

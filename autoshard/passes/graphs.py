@@ -193,12 +193,17 @@ def dependents(gm: GraphModule, nodes: Iterable[Node]) -> list[Node]:
 
 def sources(nodes: Iterable[Node]) -> set[Node]:
     """All that these nodes are made of, inputs of the graph among it; themselves as far as one is made of another."""
-    found, todo = set[Node](), [source for node in nodes for source in node.all_input_nodes]
+    return reached((source for node in nodes for source in node.all_input_nodes), lambda node: node.all_input_nodes)
+
+
+def reached(nodes: Iterable[Node], steps: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """These nodes, those that `steps` leads to from each, those that it leads to from these, and so on."""
+    found = set(nodes)
+    todo = list(found)
     while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
+        more = set(steps(todo.pop())) - found
+        found |= more
+        todo.extend(more)
     return found
 
 

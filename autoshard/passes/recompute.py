@@ -75,8 +75,9 @@ def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
 
 def _say_what_is_no_operation(block: str | None, calls: Iterable[Sequence[Node]], policy: str) -> None:
     """Of what a policy saves by name."""
-    known = dict.fromkeys(key for nodes in calls for key in operations(nodes))
-    if unknown := [key for key in policy.split()[1:] if key not in known]:
+    wanted = policy.split()[1:]
+    known = dict.fromkeys(key for nodes in calls for key in operations(nodes)) if wanted else {}
+    if unknown := [key for key in wanted if key not in known]:
         warnings.warn(f"recompute: {unknown[0]!r} is no operation of {block}, so it is not saved; it has {', '.join(known)}", stacklevel=2)
 
 
@@ -164,13 +165,7 @@ def calls_of(block: str | None, nodes: Iterable[Node]) -> list[list[Node]]:
 
 def needed(backward: set[Node]) -> set[Node]:
     """What backward reads of forward, and what that is made of."""
-    found = {n for node in backward for n in node.all_input_nodes} - backward
-    todo = list(found)
-    while todo:
-        sources = set(todo.pop().all_input_nodes) - found
-        found |= sources
-        todo.extend(sources)
-    return found
+    return graphs.sources(backward) - backward
 
 
 def backward_of(joint: GraphModule) -> set[Node]:
