@@ -22,7 +22,7 @@ from autoshard import torch_internals
 from autoshard.cost_model.program import Listing
 from autoshard.cost_model.step_memory import Listed
 from autoshard.passes import graphs
-from autoshard.passes.recompute import backward_of, calls_of, saved_of, values_of_blocks
+from autoshard.passes.recompute import backward_of, calls_of, kept_by, values_of_blocks
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class JointList:
     def by(self, policies: Mapping[str, str]) -> Listed:
         """The halves by such a policy of each of these blocks."""
         between = {name for name, block in self.kept.items() if block not in policies}
-        said = [saved_of(self.calls.get(block, ()), policy, self.backward) for block, policy in policies.items()]
-        return self._halves(between.union(n.name for nodes in said for n in nodes))
+        kept = (kept_by(policy, self.calls.get(block, ()), self.backward) for block, policy in policies.items())
+        return self._halves(between.union(n.name for nodes in kept for n in nodes))
 
     def _halves(self, saved: Set[str]) -> Listed:
         """saved: of forward's values, by name, as far as backward needs them."""

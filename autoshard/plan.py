@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ COMPRESSIONS = ("bf16", "fp16")
 POWERSGD = "powersgd"  # see [Note: PowerSGD] in ops/low_rank.py
 POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recompute.py
 THROUGH = "through"  # see [Note: Regions] in passes/repeat_blocks.py
+VERBS = ("save",)  # what a policy may say of operations; see [Note: Verbs] in passes/recompute.py
 BUFFERS = ("broadcast", "local")
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
@@ -33,6 +36,23 @@ _LEAST = {
     "ahead": (1, "groups"),
     "node": (0, "processes"),
 }
+
+
+def verbs_of(policy: str) -> dict[str, str]:
+    """What a policy says of a block's operations: {"mm#0": "save", "mm#2": "save"} of "save mm#0 mm#2"; of one by name, nothing."""
+    said, verb = {}, ""
+    for word in policy.split():
+        if word in VERBS:
+            verb = word
+        elif verb:
+            said[word] = verb
+    return said
+
+
+def _is_sentence(policy: str) -> bool:
+    """Whether a policy is a verb and operations, or several such, of which none is there twice."""
+    once = len(verbs_of(policy)) == sum(word not in VERBS for word in policy.split())
+    return once and re.fullmatch(rf"((^| )({'|'.join(VERBS)})( \S+#\d+)+)+", policy) is not None
 
 
 @dataclass(frozen=True)
@@ -221,6 +241,12 @@ class Plan:
         self._check_low_rank()
         self._check_stacks()
         self._check_recompute()
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        twice = [name for name, count in Counter(name for group in self.groups for name in group.parameters).items() if count > 1]
+        if twice:
+            raise PlanError(f"plan: {twice[0]!r} is in two groups; legal: one a parameter")
         for group in self.groups:
             if group.degrees.parameter not in (1, self.node, group.degrees.optimizer):
                 raise PlanError(
@@ -273,9 +299,9 @@ class Plan:
     def _check_recompute(self) -> None:
         seen = set[str]()
         for block, policy in self.recompute:
-            if policy not in (*POLICIES, THROUGH) and not (isinstance(policy, str) and policy.startswith("save ")):
+            if policy not in (*POLICIES, THROUGH) and not (isinstance(policy, str) and _is_sentence(policy)):
                 legal = ", ".join((*POLICIES, THROUGH))
-                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {legal}, or 'save' and operations")
+                raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {legal}, or operations behind a verb ({', '.join(VERBS)}), as in 'save mm#0'")
             if block in seen:
                 raise PlanError(f"plan: recompute: {block!r} has two policies; legal: one a block")
             seen.add(block)

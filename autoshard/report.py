@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoshard.passes.group_parameters import WHOLE
 from autoshard.passes.manager import PassRun
-from autoshard.plan import THROUGH, Plan
+from autoshard.plan import THROUGH, Plan, verbs_of
 from autoshard.units import bytes_text, counted
 
 WIDTH = 80
@@ -162,7 +162,7 @@ def _recompute_part(plan: Plan) -> list[RenderableType]:
     table.add_column("recomputed in backward", overflow="fold")
     table.add_column("but for", overflow="fold")
     for names, policy in _folded(plan.recompute):
-        table.add_row(_span(names), _SAID.get(policy, policy.removeprefix("save ").replace(" ", ", ")))
+        table.add_row(_span(names), _SAID.get(policy, ", ".join(verbs_of(policy))))
     return [table, Text("")]
 
 

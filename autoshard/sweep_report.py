@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.open_sizes import BATCH
-from autoshard.plan import Plan
+from autoshard.plan import Plan, verbs_of
 from autoshard.report import not_modelled
 from autoshard.sweep import MOST, Sweep
 from autoshard.units import bytes_text, counted
@@ -88,8 +89,9 @@ def _recomputed(plan: Plan) -> str:
     policies = {policy for _, policy in plan.recompute}
     if len(policies) > 1:
         return "by block"
-    name, *saved = (policies.pop() if policies else "-").split()
-    return f"{name} {len(saved)}" if saved else name
+    policy = policies.pop() if policies else "-"
+    verbs = Counter(verbs_of(policy).values())
+    return " ".join(f"{verb} {count}" for verb, count in verbs.items()) or policy
 
 
 def _rate(samples: float) -> str:

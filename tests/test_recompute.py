@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 import autoshard
 from autoshard import Config
@@ -20,7 +22,8 @@ from autoshard.cost_model.optimizer import NAMED
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_unshard import dropped, keeping_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
-from autoshard.plan import Plan
+from autoshard.passes.recompute import MARKS
+from autoshard.plan import VERBS, Plan
 from autoshard.rehearsal import rehearse
 from autoshard.savings import kept_of
 from tests import models
@@ -292,6 +295,18 @@ def test_what_a_plan_s_file_names_and_is_not_there_is_warned_of(policy: str, sai
     named = (("layers.0", policy), *((("layers.7", policy),) if policy == "full" else ()))
     with pytest.warns(UserWarning, match=said):
         rehearse(captured, replace(plan, recompute=named), inductor=False)
+
+
+def test_another_verb_of_policies_leaves_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuple(MARKS) == VERBS
+    monkeypatch.setattr(sys.modules[Plan.__module__], "VERBS", ("save", "offload"))
+    monkeypatch.setitem(MARKS, "offload", {**MARKS["save"], "should_offload": True})
+    captured = capture(Stack(), inputs())
+    plan = make_plan(captured.inventory, Config(zero=0), Circumstances(HERE, None))
+    cut = rehearse(captured, with_policies(plan, Stack, ["save addmm#0 offload addmm#1"]), inductor=False)
+    saved = cut.forward.graph.output_node().args[0][cut.results :]  # type: ignore[index]
+    products = [n for n in saved if isinstance(n, Node) and n.target is torch.ops.aten.addmm.default]
+    assert [n.meta.get("should_offload", False) for n in products] == 3 * [False, True]
 
 
 @pytest.mark.parametrize(

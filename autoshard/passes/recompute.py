@@ -3,13 +3,18 @@
 [Note: Policies] The plan has a policy for each block, as text. "none": torch's partitioner decides, which computes again
 what costs next to nothing. "full": only what enters the block is saved. "selective": attention and every second matmul or
 convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, each by its op and which of the block's calls
-of it, and nothing else. A block that is called several times has these in each call. What leaves a call is an input of another, and
+of it, and nothing else ([Note: Verbs]). A block that is called several times has these in each call. What leaves a call is an input of another, and
 saved ("through": not even that, see [Note: Regions] in `repeat_blocks`); views are made again in any case. What an operator gives that
 torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
 `torch.Tag.nondeterministic_seeded` is repeated), what one gives that takes graphs (`torch.cond`), whose random ops would draw anew,
 and what a collective of the user's own gives, since all processes would have to agree to repeat it. In regions of
 torch.utils.checkpoint what may draw unseen is saved as well: eager mode winds random states back before it calls a region again, but a
 compiled backward repeats operator by operator.
+
+[Note: Verbs] A policy is a verb and operations, or several such. What a verb is said of is not computed again; what becomes of it instead
+torch's partitioner reads from the values' `meta`, and MARKS has that for each of VERBS in plan.py. To offload would be another verb, whose
+marks are those of "save" and `should_offload`, which torch moves to the host where its `enable_activation_offloading` is on; and candidates
+with it in `savings.py`, whose bytes are elsewhere between forward and backward. A plan that says a verb that is not there is refused by name.
 
 The tags are torch's own, as activation checkpointing leaves them: its partitioner puts a chain that is computed again just
 in front of its first use, and lets random ops repeat what they gave. A policy takes the place of the user's own
@@ -21,9 +26,9 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +41,14 @@ from autoshard.cost_model.work import kind_of, op_name
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.choose_blocks import blocks_of
-from autoshard.plan import THROUGH, Plan
+from autoshard.plan import THROUGH, Plan, verbs_of
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
 _KNOWN = (*_REPEATABLE, "_c10d_functional", "autoshard", "")
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+Marks = Mapping[str, Any]  # what of a value's `meta` torch's partitioner reads
+MARKS: dict[str, Marks] = {"save": {"recompute": SAVE}}  # by the verbs of plans
+_AGAIN: Marks = {"recompute": AGAIN}
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
 
 def _say_what_is_no_operation(block: str | None, calls: Iterable[Sequence[Node]], policy: str) -> None:
     """Of what a policy saves by name."""
-    wanted = policy.split()[1:]
+    wanted = verbs_of(policy)
     known = dict.fromkeys(key for nodes in calls for key in operations(nodes)) if wanted else {}
     if unknown := [key for key in wanted if key not in known]:
         warnings.warn(f"recompute: {unknown[0]!r} is no operation of {block}, so it is not saved; it has {', '.join(known)}", stacklevel=2)
@@ -111,16 +119,19 @@ def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | 
             calls = calls_of(block, nodes)
             _say_what_is_not_repeated(filterfalse(is_repeatable, nodes))
             _say_what_is_no_operation(block, calls, policy)
-            saved = saved_of(calls, policy, backward)
+            kept = kept_by(policy, calls, backward)
             for node in nodes:
-                node.meta["recompute"] = SAVE if node in saved else AGAIN
+                node.meta.update(kept.get(node, _AGAIN))
                 node.meta.pop("ac_graph_id", None)  # of the user's regions: torch saves what goes from one to the next
     return blocks.keys()
 
 
-def saved_of(calls: Iterable[Sequence[Node]], policy: str, backward: set[Node]) -> set[Node]:
-    """Of the values of a block's calls those that a policy saves, where backward needs them."""
-    return _with_items({n for nodes in calls for n in (*filterfalse(is_repeatable, nodes), *_chosen(nodes, policy), *_leaving(nodes, backward))})
+def kept_by(policy: str, calls: Iterable[Sequence[Node]], backward: set[Node]) -> dict[Node, Marks]:
+    """Of the values of a block's calls those that a policy does not have computed again where backward needs them, with their marks."""
+    kept: dict[Node, Marks] = {}
+    for nodes in calls:
+        kept |= dict.fromkeys(chain(filterfalse(is_repeatable, nodes), _leaving(nodes, backward)), MARKS["save"]) | _chosen(nodes, policy)
+    return _with_items(kept)
 
 
 def save_unrepeatable(joint: GraphModule) -> None:
@@ -129,7 +140,7 @@ def save_unrepeatable(joint: GraphModule) -> None:
     again = [n for n in joint.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE and n.op == "call_function"]
     once = [n for n in again if _is_value(n) and _draws_unseen(n)]
     _say_what_is_not_repeated(once)
-    for node in _with_items(set(once)):
+    for node in _with_items(dict.fromkeys(once, MARKS["save"])):
         node.meta["recompute"] = SAVE
 
 
@@ -196,16 +207,16 @@ def draws(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-def _chosen(nodes: Iterable[Node], policy: str) -> set[Node]:
-    """The operations of a block's call whose results a policy saves."""
+def _chosen(nodes: Iterable[Node], policy: str) -> dict[Node, Marks]:
+    """The operations of a block's call that a policy keeps the results of."""
     named = operations(nodes)
     if policy in ("full", THROUGH):
-        return set()
+        return {}
     if policy == "selective":
         kinds = {n: kind_of(n) for n in named.values()}
         products = [n for n, kind in kinds.items() if kind in ("matmul", "convolution")]
-        return {n for n, kind in kinds.items() if kind == "attention"} | set(products[::2])
-    return {named[key] for key in policy.split()[1:] if key in named}
+        return dict.fromkeys([*(n for n, kind in kinds.items() if kind == "attention"), *products[::2]], MARKS["save"])
+    return {named[key]: MARKS[verb] for key, verb in verbs_of(policy).items() if key in named}
 
 
 def operations(nodes: Iterable[Node]) -> dict[str, Node]:
@@ -219,9 +230,9 @@ def operations(nodes: Iterable[Node]) -> dict[str, Node]:
     return found
 
 
-def _with_items(nodes: set[Node]) -> set[Node]:
+def _with_items(kept: Mapping[Node, Marks]) -> dict[Node, Marks]:
     """Of an operation with several results, these too."""
-    return nodes | {user for n in nodes if isinstance(n.meta["val"], (list, tuple)) for user in n.users}
+    return {**kept, **{user: marks for n, marks in kept.items() if isinstance(n.meta["val"], (list, tuple)) for user in n.users}}
 
 
 def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:
