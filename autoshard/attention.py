@@ -61,7 +61,7 @@ def efficient(
 def as_on(device: Device, gm: GraphModule) -> None:
     """Makes the attention of a graph of Dynamo's what it is on this device, if that is a GPU and the graph's tensors are on none. See
     [Note: Attention by device]."""
-    if device.name == "cpu":
+    if device.is_cpu:
         return
     for graph in (*graphs.nested(gm), gm):
         for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):

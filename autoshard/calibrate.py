@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import platform
 import statistics
 import time
 from collections import deque
@@ -33,12 +35,14 @@ from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_l
 from autoshard.cost_model.kernels import passing
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.dtypes import dtype_named
+from autoshard.errors import ConfigError
 from autoshard.ops import wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 from autoshard.runtime import processes
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.presence import Patience
+from autoshard.units import counted
 
 PASSES = 3
 SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
@@ -71,13 +75,13 @@ class Row:
 
 def calibrate(timeout: float = 60.0) -> Cluster:
     """The cluster that this process is part of, measured. A collective call under a launcher."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device_here()
     if device.type == "cpu":
         keep_freed_memory()  # as in a job
     world = processes.join(device, Patience(timeout, None, Console(stderr=True).print))
     group = processes.build_mesh(device.type, (("shard", world.size),), timeout).get_group().group_name if world.size > 1 else ""
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
-    where = Group(world.size, -(-world.size // int(_together(min(processes.on_this_node(), world.size)))))
+    where = Group(world.size, world.size // int(_together(processes.per_node([platform.node()] * world.size))))
     together = [*_packs(device), *_collectives(device, where, group)] if group else []
     rows = [*_kernels(device), *serial, *together, *(_parameters(world.size) if device.type == "cpu" else ())]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
@@ -90,6 +94,16 @@ def calibrate(timeout: float = 60.0) -> Cluster:
         shared = [asdict(_sharing(device, group)) for _ in range(SHARINGS)]
         made = replace(measured(made, where), **{name: statistics.median(s[name] for s in shared) for name in shared[0]})
     return Cluster(where.nodes, where.per_node, made)
+
+
+def _device_here() -> torch.device:
+    """The launcher's choice of this host's GPUs, or the first; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"environment: LOCAL_RANK is {index}, and this host has {counted(count, 'GPU', 'GPUs')}; legal: one process a GPU")
+    return torch.device("cuda", index)
 
 
 def _sharing(device: torch.device, group: str) -> Sharing:
@@ -239,7 +253,7 @@ def _kernels(device: torch.device) -> Iterable[Row]:
         for c in (4, 32, 128):
             shapes = [(4, c, 16, 16), (c, c, 3, 3)]
             yield Row(f"convolution.{name}", 2 * 4 * 16 * 16 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
-    bytes = functools.partial(passing, device=device.type)
+    bytes = functools.partial(passing, on_cpu=device.type == "cpu")
     for n in NUMBERS[device.type]:
         wide = [(max(n // 256, 1), 256)]
         yield Row("pointwise", bytes(8 * n, 4 * n), _chain(torch.ops.aten.add.Tensor, wide[0], device))
@@ -260,7 +274,7 @@ def _packs(device: torch.device) -> Iterable[Row]:
             def pack(*rows: Tensor, n: int = n, layout: Layout = layout) -> object:
                 return wire.pack_shards(rows, ((2 * n,),) * PACKED, layout)
 
-            size = passing(PACKED * n * 4, PACKED * n * dtype.itemsize, device.type)
+            size = passing(PACKED * n * 4, PACKED * n * dtype.itemsize, device.type == "cpu")
             yield Row(table, size, _turns(pack, [(n,)] * PACKED, torch.float32, device))
 
 
@@ -426,6 +440,6 @@ def _device(device: torch.device, tables: dict[str, Table]) -> Device:
         return replace(device_named_like(found.name, found.total_memory), tables=tables, source=source)
     flops = {name: tables[f"matmul.{name}"][-1] for name in ("fp32", "bf16")}
     size, seconds = tables["pointwise"][-1]
-    size *= 12 / passing(8, 4, device.type)  # as operations count what they read and write
+    size *= 12 / passing(8, 4, device.type == "cpu")  # as operations count what they read and write
     rates = {name: point[0] / point[1] for name, point in flops.items()}
     return replace(DEVICES["cpu"], flops=rates, bandwidth=size / seconds, launch=2e-6, tables=tables, source=source)

@@ -14,7 +14,6 @@ import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from autoshard.first_call import (
     refuse_what_cannot_be_sharded,
 )
 from autoshard.heap import one_look
-from autoshard.inventory import device_of
+from autoshard.inventory import device_of, names_of
 from autoshard.kernels import launcher
 from autoshard.ops.collectives import Collectives
 from autoshard.owner import find_owner, with_family
@@ -49,7 +48,7 @@ from autoshard.passes.dump import Dump
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.report import Report
-from autoshard.runtime import processes
+from autoshard.runtime import optimizers, processes
 from autoshard.runtime.presence import Patience, SignsOfLife
 from autoshard.runtime.residue import giving_leaves
 from autoshard.runtime.state import ModelState, copies, state_of
@@ -66,6 +65,7 @@ class Backend:
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
         self._warned = False
+        self._said = set[str]()
         self._signs = SignsOfLife() if processes.launched_size() > 1 else None
         torch_internals.ignore_messages_given_once()
         torch_internals.before_traces(_before_trace)
@@ -121,8 +121,9 @@ class Backend:
     def _first_call(
         self, model: nn.Module, whole: nn.Module, look: Callable[[], FirstGraph | None]
     ) -> ModelState | None:
-        """Plans and shards `whole`, of which `model` is called; None where there is no graph to look at."""
-        training = torch.is_grad_enabled()
+        """Plans and shards `whole`, of which `model` is called; None where there is no graph to look at. An evaluation that comes first
+        is planned as the training is that follows, if an optimizer waits for it."""
+        training = torch.is_grad_enabled() or bool(optimizers.holding(names_of(whole)))
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(training):  # or parameters could never be trained
                 state = self._planned(model, whole, look)
@@ -269,16 +270,21 @@ class Backend:
         devices = [x.device for x in inputs if isinstance(x, Tensor)]
         found = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
         if where := _without_kernels(found):
-            self._phases.warn(f"codegen 'triton' is for GPUs: {where} it is 'eager' instead")
-            self.config = replace(self.config, codegen="eager")
+            self._warn_once(f"codegen 'triton' is for GPUs: {where} it is 'eager' instead")
             return None
         return fuses(self.config.codegen, kind_of(found))
 
     def _inductor(self) -> bool:
-        if self.config.codegen == "inductor" and not has_compiler():
-            self._phases.warn("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
-            self.config = replace(self.config, codegen="eager")
-        return self.config.codegen == "inductor"
+        if self.config.codegen != "inductor" or has_compiler():
+            return self.config.codegen == "inductor"
+        self._warn_once("no C++ compiler found (CXX, g++, clang++): codegen is 'eager' instead")
+        return False
+
+    def _warn_once(self, text: str) -> None:
+        """Of what holds for graph after graph."""
+        if text not in self._said:
+            self._said.add(text)
+            self._phases.warn(text)
 
 
 def _without_kernels(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from autoshard import torch_internals
 from autoshard.capture import Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
 from autoshard.cost_model.collectives import table_name
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like
-from autoshard.cost_model.optimizer import NAMED, like
+from autoshard.cost_model.optimizer import NAMED, all_like
 from autoshard.errors import ConfigError, ShardingError, UnsupportedError, first_line
 from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
@@ -32,6 +34,7 @@ from autoshard.inventory import (
     Inventory,
     device_of,
     in_order_of_last_use,
+    is_trained,
     names_of,
     rows_looked_up,
     take_inventory,
@@ -44,7 +47,7 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.passes.name_parameters import refuse_direct_uses, refuse_nested
 from autoshard.plan import Plan
-from autoshard.planning import as_it_will_step, budget_bytes, check_plan_fits
+from autoshard.planning import as_they_will_step, budget_bytes, check_passes_carry_out, check_plan_fits
 from autoshard.runtime import optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.available_memory import available_memory
@@ -150,6 +153,7 @@ class FirstCall:
         with self.phases.phase("plan", counted(self.world.size, "process", "processes")):
             plan = self._agree(inventory)
             check_plan_fits(plan, inventory, self.world.size)
+            check_passes_carry_out(plan, self.manager.pipeline, next(self.model.buffers(), None) is not None)
             if plan.sharded:
                 refuse_shared_memory(self.model)
                 self.graph.refuse_transformed()
@@ -173,7 +177,7 @@ class FirstCall:
 
         def measures(all: list[Statement]) -> str:
             statements.extend(all)
-            return "measure" if self._links_unknown() else ""
+            return "measure" if self._links_unknown([s["_host"] for s in all]) else ""
 
         rate = link_rate(self.config.timeout) if self._agreement("links").reach(self._statement(inventory), measures) else None
         text = self._agreement("plan").reach({}, lambda _: self._decide(inventory, statements, rate).to_json())
@@ -182,16 +186,16 @@ class FirstCall:
     def _agreement(self, about: str) -> Agreement:
         return self.world.agreement(f"{self.topic}.{about}", "the first call of this model", self.patience)
 
-    def _links_unknown(self) -> bool:
+    def _links_unknown(self, hosts: Sequence[str]) -> bool:
         """Whether all there is of the links is round figures, and processors send. See [Note: Links at the first call]."""
         if self.config.cluster != "auto" or self.config.resolved_plan() or device_of(self.model).type != "cpu":
             return False
-        cluster = local_cluster(self.config, self.world.size, device_of(self.model))
+        cluster = local_cluster(self.config, hosts, device_of(self.model))
         return table_name("all_gather", cluster.group(cluster.world)) not in cluster.device.tables
 
-    def _cluster(self, rate: float | None) -> Cluster:
+    def _cluster(self, hosts: Sequence[str], rate: float | None) -> Cluster:
         """What is known of the machines. rate: bytes a second of their links, if it was measured now."""
-        known = local_cluster(self.config, self.world.size, device_of(self.model))
+        known = local_cluster(self.config, hosts, device_of(self.model))
         if rate is None:
             return known
         self.phases.say(f"           [dim]links carry {bytes_text(int(rate))}/s[/]")
@@ -207,7 +211,8 @@ class FirstCall:
             "graph": [p.name for p in inventory.parameters if p.used],
             "optimizers": [optimizers.describe(o, names) for o in self.optimizers],
             "scaler": self.world.size > 1 and scaler.is_there(),
-            "_free": available_memory(device_of(self.model)) + _held(self.model, self.optimizers),
+            "_free": available_memory(device_of(self.model)),
+            "_held": _held(self.model, self.optimizers),
             "_host": platform.node(),
             "_arithmetic": arithmetic(device_of(self.model)),
         }
@@ -216,10 +221,11 @@ class FirstCall:
         pinned = self.config.resolved_plan()
         if pinned is not None:
             return pinned
-        states = [optimizers.states_of(o) for o in self.optimizers]
+        states, hosts = [optimizers.states_of(o) for o in self.optimizers], [s["_host"] for s in statements]
+        shared = device_of(self.model).type == "cpu" and processes.said_of_this_node() is None
         where = Circumstances(
-            cluster=self._cluster(rate),
-            budget=budget_bytes(self.config, min(s["_free"] for s in statements)),
+            cluster=self._cluster(hosts, rate),
+            budget=budget_bytes(self.config, least_free(statements, shared)),
             optimizer_states=max(states) if states else None,
         )
         forecast = self._forecaster(where) if self._chooses() else None
@@ -227,7 +233,7 @@ class FirstCall:
         config = self.config
         if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
             config = replace(config, replicate_below=0)
-        config = _without_nodes(config, [s["_host"] for s in statements], where.cluster.per_node)
+        config = _without_nodes(config, hosts, where.cluster.per_node)
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit))
         return warned_of_rounding(plan, [s["_arithmetic"] for s in statements])
 
@@ -254,8 +260,9 @@ class FirstCall:
         captured = self.graph.capture or self._capture()
         if captured is None:
             return None
-        make = like(self.optimizers[0]) if self.optimizers else NAMED[self.config.optimizer]
-        make = as_it_will_step(make, self.config, where.cluster)
+        trained = [p.name for p in filter(is_trained, captured.inventory.parameters)]
+        there = all_like(self.optimizers, names_of(self.model), trained) if self.optimizers else NAMED[self.config.optimizer]
+        make = as_they_will_step(there, self.config, where.cluster)
         return Forecaster(captured, make, where.cluster, self.config.codegen, self.manager.pipeline)
 
     def _capture(self) -> Capture | None:
@@ -315,6 +322,13 @@ def _held(model: nn.Module, steppers: Sequence[Optimizer]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t.device == device_of(model))
 
 
+def least_free(statements: Sequence[Statement], shared: bool) -> int:
+    """Bytes that every process may have, what it has already among them. shared: what is free on a host is there for all of its processes
+    together."""
+    sharers = Counter(s["_host"] for s in statements) if shared else Counter[str]()
+    return min(int(s["_free"]) // max(1, sharers[s["_host"]]) + int(s["_held"]) for s in statements)
+
+
 def warned_of_rounding(plan: Plan, kinds: Sequence[str]) -> Plan:
     """The plan; a reason more where processes make their parameters equal by computing alike, and do not. kinds: of each rank's
     arithmetic."""
@@ -358,7 +372,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
                 f"parameter {name!r} is on the meta device and has no values; legal: model.to_empty(device=...) and load_state_dict, "
                 "before the first call"
             )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
+        if torch_internals.has_hooks(parameter) or parameter.grad is not None:
             raise UnsupportedError(
                 f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
                 "register hooks after it, and zero_grad before it"
@@ -389,12 +403,10 @@ def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequen
             )
 
 
-def local_cluster(config: Config, world: int, device: torch.device) -> Cluster:
-    """What the config or else the launcher's variables say of the machines."""
-    said = config.resolved_cluster()
-    per_node = processes.on_this_node()
-    kind = said.device if said else kind_of(device)
-    return Cluster(max(1, world // per_node), min(per_node, world), kind)
+def local_cluster(config: Config, hosts: Sequence[str], device: torch.device) -> Cluster:
+    """What the config, the launcher's variables and the ranks' hosts say of the machines."""
+    said, per_node = config.resolved_cluster(), processes.per_node(hosts)
+    return Cluster(len(hosts) // per_node, per_node, said.device if said else kind_of(device))
 
 
 def kind_of(device: torch.device) -> Device:

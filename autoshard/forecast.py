@@ -32,7 +32,17 @@ from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
 from autoshard.passes.choose_prefetch import waits
-from autoshard.passes.choose_recompute import Aim, Block, Option, choose, least, peak_of, placed, policies_of
+from autoshard.passes.choose_recompute import (
+    Aim,
+    Block,
+    Option,
+    choose,
+    choose_with_spare,
+    least,
+    peak_of,
+    placed,
+    policies_of,
+)
 from autoshard.passes.choose_unshard import copies_of, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.plan import Plan, Traffic
@@ -62,7 +72,7 @@ class Forecaster:
     a rehearsal. passes: that a job would run."""
 
     captured: Capture
-    make_optimizer: Make
+    make_optimizers: Make
     cluster: Cluster
     codegen: str
     passes: Sequence[Pass] = DEFAULT
@@ -103,7 +113,7 @@ class Forecaster:
             "unknown": self.unknown(plan),
             "seconds": _parts(took),
             "seconds_error": accuracy.time_error(self.cluster.device, self.inductor),
-            "reserved": None if self.cluster.device.name == "cpu" else allocator.reserved(program),
+            "reserved": None if self.cluster.device.is_cpu else allocator.reserved(program),
             "accumulating": self._accumulating(plan, curve),
         }
 
@@ -161,7 +171,7 @@ class Forecaster:
         """The best of this one and those with a choice of these."""
         aim, tried = Aim(budget), dict[tuple[Option, ...], Plan]()
         for _ in range(AIMS):
-            taken = choose(blocks, aim.at) or least(blocks)
+            taken = (choose(blocks, aim.at) if tried else choose_with_spare(blocks, budget)) or least(blocks)
             if aim.settled or len({*tried, taken}) > TRIALS:
                 break
             found = tried[taken] = tried.get(taken) or self._with(plan, blocks, taken)
@@ -246,7 +256,7 @@ class Forecaster:
     def _program(self, listed: Listed, held: Held) -> Program:
         program = program_of(listed, held, body_of, self.cluster.device.inside.scatters, self.captured.open)
         program = fuse(program) if self.inductor else program
-        if self.cluster.device.name == "cpu":
+        if self.cluster.device.is_cpu:
             add_workspaces(program, channels_last=self.inductor)
         return program
 
@@ -260,7 +270,7 @@ class Forecaster:
     def _find_held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         infos = self.captured.inventory.parameters
         trained = [_rows(p, plan) for p in filter(is_trained, infos)]
-        memory = optimizer.memory(self.make_optimizer, trained, foreach=self.cluster.device.name != "cpu")
+        memory = optimizer.memory(self.make_optimizers, trained, foreach=not self.cluster.device.is_cpu)
         categories: dict[int, Category] = dict.fromkeys(self.captured.parameters, "parameters")
         categories |= dict.fromkeys(self.captured.buffers, "buffers")
         count = len(self.captured.inputs)  # behind them a rehearsal puts what is kept of gradients

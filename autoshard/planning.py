@@ -13,11 +13,13 @@ from autoshard.attention import as_on
 from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_here
-from autoshard.cost_model.optimizer import NAMED, Make
-from autoshard.errors import ConfigError, PlanError
+from autoshard.cost_model.optimizer import NAMED, Make, made_by
+from autoshard.errors import ConfigError, PassError, PlanError
 from autoshard.forecast import Forecaster
 from autoshard.inventory import Inventory, take_inventory
 from autoshard.optim import Adafactor
+from autoshard.passes.base import Pass
+from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
 from autoshard.passes.registry import pipeline_for
 from autoshard.plan import Plan
@@ -40,7 +42,7 @@ def plan(
 
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
     cluster: None: the one of config.cluster; where that says none either, one process on CPUs as they were measured here.
-    optimizer: makes the optimizer from a list of parameters; None: as config.optimizer says.
+    optimizer: makes the optimizer, or several, from a list of parameters; None: as config.optimizer says.
     Raises BudgetError if nothing fits, ConfigError if the mesh does not or the budget is a share of what is not known, ClusterError
     if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes.
     """
@@ -73,24 +75,23 @@ def forecaster(
         refuse_recurrent(model)  # as a job does
     captured = capture(model, example_inputs, config.dtypes_on(cluster.world)[0], open)
     as_on(cluster.device, captured.graph)
-    make = as_it_will_step(optimizer or NAMED[config.optimizer], config, cluster)
+    make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))
 
 
-def as_it_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
+def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
     """Makes optimizers that step all parameters at once, or on rows, where a job's will."""
     if cluster.world == 1:
         return make
 
-    def made(parameters: Sequence[nn.Parameter]) -> Optimizer:
-        optimizer = make(parameters)
+    def stepping(optimizer: Optimizer) -> Optimizer:
         if type(optimizer) is torch.optim.Adafactor:
             return Adafactor(optimizer.param_groups)
         for group in optimizer.param_groups if config.fuse_optimizer and not unfusable(optimizer) else ():
             group["fused"] = True
         return optimizer
 
-    return made
+    return lambda parameters: list(map(stepping, made_by(make, parameters)))
 
 
 def first_look(model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | None = None) -> Plan:
@@ -110,7 +111,7 @@ def states_kept(model: nn.Module, optimizer: Make | None) -> int | None:
     if optimizer is None:
         return None
     shown = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()]
-    return states_of(optimizer(shown)) if shown else 0
+    return max(map(states_of, made_by(optimizer, shown)), default=0) if shown else 0
 
 
 def pinned_plan(config: Config, inventory: Inventory, world: int) -> Plan | None:
@@ -132,9 +133,29 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
             f"plan: not of this model: {sorted(missing or unknown)[0]!r} is "
             f"{'in no group' if missing else 'no parameter of it'}"
         )
+    for p in inventory.parameters:
+        if not p.shape and plan.group_of[p.name].degrees.optimizer > 1:
+            raise PlanError(f"plan: {p.name!r} is a single number, which cannot be sharded; legal: a group with degrees of 1")
     for stack in plan.stacks:
         if not any(name.startswith(f"{stack}.") for name in names):
             raise PlanError(f"plan: stacks: {stack!r} is not legal; legal: modules of this model, with parameters in them")
+
+
+def check_passes_carry_out(plan: Plan, pipeline: Sequence[Pass], buffers: bool) -> None:
+    """What no pass carries out would be left out in silence. buffers: whether the model has any."""
+    needs: dict[str, tuple[str, object]] = {
+        "recompute": ("recompute", plan.recompute),
+        "repeat_blocks": ("recompute", plan.through),
+        "regather": ("parameters' degrees", dropped(plan)),
+        "two_levels": ("node", plan.node),
+        "sync_buffers": ("buffers", buffers and plan.buffers == "broadcast" and not plan.leaves_alone),
+        "compress": ("compression", plan.compression),
+        "early_gathers": ("early", plan.early),
+    }
+    there = {p.name for p in pipeline}
+    for name, (setting, needed) in needs.items():
+        if needed and name not in there:
+            raise PassError(f"passes: no pass {name!r}, which carries out the plan's {setting}; legal: passes with it, or a plan without")
 
 
 def budget_bytes(config: Config, free: int | None) -> int | None:

@@ -139,7 +139,7 @@ def predict(case: Case, cluster: Cluster) -> tuple[dict[str, float], dict[str, i
 def _probes(device: Device) -> dict[str, float]:
     """Seconds that these rows of its tables take."""
     matmul = look_up(device.tables["matmul.fp32"], 2 * PROBE**3)
-    return {"probe": float(matmul), "memory probe": float(look_up(device.tables["pointwise"], passing(8, 4, "cpu") * PROBE_MEMORY))}
+    return {"probe": float(matmul), "memory probe": float(look_up(device.tables["pointwise"], passing(8, 4, on_cpu=True) * PROBE_MEMORY))}
 
 
 def share(program: Program, took: StepTime) -> float:

@@ -48,3 +48,9 @@ def test_what_a_model_has_already_is_not_counted_twice() -> None:
     optimizer.step()
     steps = 4 * 4
     assert first_call._held(model, [optimizer]) == 3 * parameters + buffers + steps
+
+
+def test_processes_of_a_host_share_what_is_free_there() -> None:
+    """Where the launcher, which divides it, does not say how many they are."""
+    said = [{"_host": host, "_free": free, "_held": 1} for host, free in (("a", 90), ("b", 50), ("a", 80))]
+    assert first_call.least_free(said, shared=True) == 41 and first_call.least_free(said, shared=False) == 51

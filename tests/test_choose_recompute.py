@@ -23,13 +23,22 @@ from autoshard.cost_model.hardware import DEVICES, Link
 from autoshard.cost_model.optimizer import NAMED
 from autoshard.errors import ConfigError, PlanError
 from autoshard.forecast import Forecaster
-from autoshard.passes.choose_recompute import CLOSE, Aim, Block, Option, choose, least
+from autoshard.passes.choose_recompute import (
+    CLOSE,
+    SPARE,
+    Aim,
+    Block,
+    Option,
+    choose,
+    choose_with_spare,
+    least,
+)
 from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared
 from autoshard.savings import LEVELS, LITTLE, fills, levels
-from tests.recomputed import Looped, Plain, Stack, forecaster_of, inputs, planned
+from tests.recomputed import Deep, Looped, Plain, Stack, forecaster_of, inputs, planned
 from tests.small import in_full
 
 
@@ -210,6 +219,29 @@ def test_the_choice_is_that_of_brute_force(blocks: list[Block], budget: int) -> 
     assert (taken is None) == (not fitting)
     if taken is not None:
         assert _peak(taken) <= budget and sum(o.seconds for o in taken) == min(fitting)
+    spared = choose_with_spare(blocks, budget)
+    assert (spared is None) == (taken is None)
+    if spared is not None:
+        assert _peak(spared) <= budget and sum(o.seconds for o in spared) <= (1 + SPARE) * min(fitting)
+
+
+def test_a_little_of_a_budget_is_left_where_that_costs_nothing() -> None:
+    same, other = (Block("a", (Option("none", 0, 8192, 1.0), Option("full", 0, 8000, seconds))) for seconds in (1.0, 2.0))
+    assert [choose_with_spare([block], 8192)[0].policy for block in (same, other)] == ["full", "none"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_an_evaluation_that_comes_first_is_planned_as_training_if_an_optimizer_waits(stepped: bool) -> None:
+    torch.compiler.reset()
+    model = Deep()
+    budget = int(0.8 * planned(forecaster_of(Deep(), inputs(64))).predicted.footprint)
+    optimizer = torch.optim.AdamW(model.parameters()) if stepped else None
+    run = torch.compile(model, backend=autoshard.backend(Config(memory_budget=budget, codegen="eager", verbose=False)))
+    with torch.no_grad():
+        run(inputs(64))
+    plan = autoshard.plan_of(model)
+    assert plan is not None and bool(plan.recompute) == stepped
+    del optimizer
 
 
 def test_bad_policies_are_refused() -> None:
@@ -220,7 +252,10 @@ def test_bad_policies_are_refused() -> None:
     text = autoshard.plan(Stack(), inputs(), Config(recompute="full")).to_json()
     with pytest.raises(PlanError, match="recompute: 'most' is not legal"):
         Plan.from_json(text.replace('"full"', '"most"'))
-    with pytest.raises(PlanError, match="recompute: 7 is not legal; legal: none, selective, full, through, or 'save' and operations"):
+    with pytest.raises(PlanError, match="recompute: 7 is not legal; legal: none, selective, full, through, or operations behind a verb"):
         Plan.from_json(text.replace('"full"', "7"))
+    for policy in ("offload addmm#0", "save addmm#0 offload addmm#1", "save addmm#0 addmm#0", "save addmm#0 save", "save addmm", "save"):
+        with pytest.raises(PlanError, match=rf"recompute: '{policy}' is not legal; .*, or operations behind a verb \(save\), as in 'save mm#0'"):
+            Plan.from_json(text.replace('"full"', f'"{policy}"'))
     with pytest.raises(PlanError, match="recompute: 'layers.0' has two policies; legal: one a block"):
         Plan.from_json(text.replace('"layers.1"', '"layers.0"'))

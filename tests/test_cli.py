@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from autoshard import Config, Degrees, ParameterGroup, Plan, flags
+from autoshard import calibrate as calibration
 from autoshard.cli import main, parser
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.errors import ConfigError
 from autoshard.report import plan_tables, rendered
 
 MODEL = """
@@ -403,6 +405,30 @@ def test_a_calibration_is_written_where_it_was_asked_for(tmp_path: Path, monkeyp
     for link in (out, tmp_path / "link"):
         assert main(["calibrate", "--out", str(link)]) == 0
         assert Cluster.load(out) == cluster and list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.full
+def test_a_machine_is_measured_and_used(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ours.yaml"
+    assert main(["calibrate", "--out", str(out)]) == 0
+    device = Cluster.load(out).device
+    assert device.is_cpu and {"matmul.fp32", "pointwise", "attention.fp32"} <= device.tables.keys()
+    assert all(seconds > 0 for table in device.tables.values() for _, seconds in table)
+    assert main(["plan", model, "--cluster", str(out)]) == 0
+
+
+@pytest.mark.parametrize(("said", "index"), [(None, 0), ("1", 1), ("2", None)])
+def test_each_process_measures_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, said: str | None, index: int | None) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_RANK", said)
+    if index is not None:
+        assert calibration._device_here() == torch.device("cuda", index)
+    else:
+        with pytest.raises(ConfigError, match="LOCAL_RANK is 2, and this host has 2 GPUs; legal: one process a GPU"):
+            calibration._device_here()
 
 
 def test_a_plan_says_whether_it_fits_also_where_nothing_is_chosen(

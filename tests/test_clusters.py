@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from autoshard.cost_model import accuracy
 from autoshard.cost_model.cluster import (
     TABLES,
     Cluster,
@@ -43,6 +45,12 @@ def test_a_cluster_survives_yaml() -> None:
         ("nods: 1\ndevice: h100", "'nods' is not known; legal: nodes, per_node, device"),
         ("device: {preset: h100, bandwidth: -1}", "bandwidth: -1 is not legal; legal: 1e+06 to 1e+15"),
         ("device: {preset: h100, bandwidth: 1e30}", "bandwidth: 1e+30 is not legal"),
+        ("device: {preset: [h100]}", r"device: \['h100'\] is not known; legal: "),
+        ("device: {preset: h100, kind: tpu}", "kind: 'tpu' is not legal; legal: gpu, cpu"),
+        ('device: {preset: cpu, inside: {scatters: "no"}}', "scatters: 'no' is not legal; legal: true, false"),
+        ("device: {preset: cpu, tables: {view: 5}}", r"tables.view: 5 is not legal; legal: a list of \[size, seconds\]"),
+        ("device: {preset: cpu, tables: {pointwise: [[-1, 1.0]]}}", "tables.pointwise: sizes .* above 0 and each above the last"),
+        ("device: {preset: cpu, tables: {pointwise: [[1, 0]]}}", "tables.pointwise: 0.* is not legal"),
         ("device: {preset: h100, inside: {latency: soon}}", "latency: 'soon' is not legal"),
         ("device: {preset: h100, tables: {pointwise: [[2, 1.0], [1, 1.0]]}}", "each above the last"),
         ("device: {preset: h100, tables: {pointwise: [[2]]}}", "legal: \\[size, seconds\\]"),
@@ -113,3 +121,12 @@ def test_what_was_measured_here_comes_before_the_preset(tmp_path: Path, monkeypa
     cache_file("cpu").parent.mkdir(parents=True)
     cache_file("cpu").write_text(Cluster.from_yaml("device: {preset: cpu, bandwidth: 5e9}").to_yaml())
     assert measured_here("cpu").bandwidth == 5e9
+
+
+def test_a_processor_is_one_by_any_name() -> None:
+    named, gpu = (Cluster.from_yaml(f"device: {{preset: {preset}, name: mine}}").device for preset in ("cpu", "h100"))
+    assert named.is_cpu and not gpu.is_cpu
+    whole = yaml.safe_load(Cluster(1, 1, DEVICES["cpu"]).to_yaml())
+    whole["device"].pop("kind")  # as files from before there was one
+    assert Cluster.from_yaml(yaml.safe_dump(whole)).device.is_cpu
+    assert accuracy.memory_error(named, inductor=False) == accuracy.memory_error(DEVICES["cpu"], inductor=False)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autoshard
+from autoshard import Config
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES, Link
 from autoshard.cost_model.step import GroupCost
 from autoshard.errors import ConfigError, PlanError
-from autoshard.first_call import _without_nodes
+from autoshard.first_call import _without_nodes, local_cluster
 from autoshard.ops import packing, wire
 from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
@@ -26,6 +27,7 @@ from autoshard.passes.choose_hierarchy import choose_hierarchy
 from autoshard.plan import Plan
 from autoshard.planning import first_look
 from autoshard.rehearsal import Rehearsed, rehearse
+from autoshard.runtime import processes
 from tests.cluster import Cluster
 from tests.models import CASES, DEEP
 from tests.parity import Distance, measure, see_gradients
@@ -192,6 +194,16 @@ def _graphs(zero: int, hierarchy: str) -> Rehearsed:
 def _over(gm: Any) -> list[str]:
     """The groups of a graph's collectives, in order."""
     return [str(n.args[-1]) for n in gm.graph.nodes if graphs.gathers(n) or graphs.reduces(n)]
+
+
+def test_machines_are_as_the_launcher_or_the_ranks_hosts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled, uneven = ["a", "a", "b", "b"], ["a", "a", "a", "a", "b", "b"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (processes.per_node(filled), processes.per_node(uneven), processes.per_node(["a", "a"])) == (4, 1, 2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert (processes.per_node(filled), processes.per_node(uneven), processes.per_node(["a", "b", "a", "b"])) == (2, 1, 1)
+    cluster = local_cluster(Config(), uneven, torch.device("cpu"))
+    assert (cluster.nodes, cluster.per_node) == (6, 1)
 
 
 def test_where_collectives_go() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard import optim
-from autoshard.cost_model.optimizer import NAMED, like, memory
+from autoshard.cost_model.optimizer import NAMED, all_like, like, memory
 
 
 def test_an_optimizer_is_measured_by_stepping_it() -> None:
@@ -62,3 +62,16 @@ def test_an_optimizer_inside_another_is_left_alone() -> None:
     groups = inside.param_groups
     found = memory(like(Wrapper(inside)), [((8,), torch.float32)], foreach=False)
     assert found is not None and found.state == 32 and inside.param_groups is groups and not inside.state
+
+
+def test_each_parameter_steps_by_its_own_group_and_optimizer() -> None:
+    """A model's momentum, or that of a part of it, is not foreseen from the first group."""
+    a, b, c = (nn.Parameter(torch.ones(n)) for n in (2, 8, 32))
+    names, rows = {id(a): "a", id(b): "b", id(c): "c"}, [((n,), torch.float32) for n in (32, 2, 8)]
+    grouped = torch.optim.SGD([{"params": a}, {"params": [b], "momentum": 0.9}], lr=0.1)
+    others = torch.optim.AdamW([c])
+    found = memory(all_like([grouped, Wrapper(others), others], names, ["c", "a", "b"]), rows, foreach=False)
+    assert found is not None and found.state == 4 * 8 + (2 * 4 * 32 + 4)  # b's momentum, c's two moments and step
+    assert not grouped.state and not others.state
+    frozen = memory(all_like([grouped], names, ["c", "a", "b"]), rows, foreach=False)  # c is not stepped
+    assert frozen is not None and frozen.state == 4 * 8

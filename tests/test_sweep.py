@@ -24,14 +24,14 @@ from autoshard.cost_model.timeline import Sharing
 from autoshard.errors import ClusterError, PlanError, SweepError
 from autoshard.forecast import Forecaster
 from autoshard.plan import Plan
-from autoshard.planning import as_it_will_step, first_look
+from autoshard.planning import as_they_will_step, first_look
 from autoshard.rehearsal import prepare
 from autoshard.report import rendered
 from autoshard.sweep_report import sweep_tables
 from tests.models import ConvNet, gpt2, llama
 
 TWO = Cluster(1, 2, DEVICES["cpu"])
-STEPPED = as_it_will_step(NAMED["adamw"], Config(), TWO)
+STEPPED = as_they_will_step(NAMED["adamw"], Config(), TWO)
 POINTS = [(1, 12), (2, 7), (5, 12), (3, 31)]
 
 

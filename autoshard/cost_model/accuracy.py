@@ -28,5 +28,5 @@ def time_error(device: Device, inductor: bool) -> tuple[float, float] | None:
 
 
 def _interval(device: Device, inductor: bool, what: str) -> tuple[float, float] | None:
-    found = _record().get(f"{device.name} {'inductor' if inductor else 'eager'}", {}).get(what)
+    found = _record().get(f"{'cpu' if device.is_cpu else device.name} {'inductor' if inductor else 'eager'}", {}).get(what)
     return (found[0], found[1]) if found else None

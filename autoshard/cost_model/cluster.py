@@ -112,7 +112,7 @@ def with_rate(cluster: Cluster, rate: float) -> Cluster:
 
 def preset(name: Any) -> Device:
     """The device of this name."""
-    if name not in DEVICES:
+    if not isinstance(name, str) or name not in DEVICES:
         raise ClusterError(f"device: {name!r} is not known; legal: {', '.join(DEVICES)}")
     return DEVICES[name]
 
@@ -125,6 +125,7 @@ def _device(data: Any) -> Device:
     named = "preset" in data
     base = preset(data.pop("preset", "cpu"))
     if not named:
+        data.setdefault("kind", "cpu" if data.get("name") == "cpu" else "gpu")
         missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "drag", "skew", "wake", "tables")]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
@@ -146,8 +147,8 @@ def _field(name: str, value: Any, base: Device) -> Any:
         return {dtype: _number(rate) for dtype, rate in rates.items()}
     if name == "tables":
         tables = _mapping(name, value, None)
-        return {key: tuple(map(_point, [key] * len(points), points)) for key, points in tables.items()}
-    return value if name in ("name", "source") else _number(value)
+        return {key: _table(key, points) for key, points in tables.items()}
+    return value if name in ("name", "source", "kind") else _number(value)
 
 
 def _number(value: Any) -> Any:
@@ -156,6 +157,12 @@ def _number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def _table(name: str, points: Any) -> tuple[tuple[float, float], ...]:
+    if not isinstance(points, list | tuple):
+        raise ClusterError(f"tables.{name}: {points!r} is not legal; legal: a list of [size, seconds]")
+    return tuple(_point(name, point) for point in points)
 
 
 def _point(name: str, point: Any) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from autoshard.errors import ClusterError
 
 GIB = 1024**3
 RATES = ("bf16", "fp16", "tf32", "fp32", "fp64")
+KINDS = ("gpu", "cpu")
 Table = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
 
@@ -29,6 +31,8 @@ class Link:
     def __post_init__(self) -> None:
         _in_range("latency", self.latency, 0, 10, "seconds")
         _in_range("bandwidth", self.bandwidth, 1e3, 1e14, "bytes a second")
+        if not isinstance(self.scatters, bool):
+            raise ClusterError(f"scatters: {self.scatters!r} is not legal; legal: true, false")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Device:
     nodes, a process; their latency is that of one hop. message: seconds that a collective takes before its first hop.
     interference, drag: what compute, and what a collective, loses of each second in which both are at work. skew: the share of
     compute by which the slowest process is behind at a collective. wake: seconds from asking for a collective until what carries it
-    out has begun, which a link that is busy has anyway. tables: what `autoshard calibrate` measured, see
+    out has begun, which a link that is busy has anyway. kind: one of KINDS. tables: what `autoshard calibrate` measured, see
     `cost_model/kernels.py`. source: of the figures.
     """
 
@@ -56,6 +60,7 @@ class Device:
     drag: float = 0.0
     skew: float = 0.0
     wake: float = 0.0
+    kind: str = "gpu"
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,12 +72,19 @@ class Device:
         _in_range("drag", self.drag, 0, 10, "seconds a second")
         _in_range("skew", self.skew, 0, 10, "seconds a second")
         _in_range("wake", self.wake, 0, 1, "seconds")
+        if self.kind not in KINDS:
+            raise ClusterError(f"kind: {self.kind!r} is not legal; legal: {', '.join(KINDS)}")
         if not self.flops:
             raise ClusterError(f"flops: {{}} is not legal; legal: operations a second of one or more of {', '.join(RATES)}")
         for dtype, rate in self.flops.items():
             _in_range(f"flops.{dtype}", rate, 1e6, 1e18, "operations a second")
         for name, table in self.tables.items():
             _check_table(name, table)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether processors compute, whatever the device is called."""
+        return self.kind == "cpu"
 
 
 def _in_range(name: str, value: float, low: float, high: float, unit: str) -> None:
@@ -82,10 +94,10 @@ def _in_range(name: str, value: float, low: float, high: float, unit: str) -> No
 
 def _check_table(name: str, table: Table) -> None:
     sizes = [size for size, _ in table]
-    if not table or sizes != sorted(set(sizes)):
-        raise ClusterError(f"tables.{name}: sizes {sizes} are not legal; legal: one or more, each above the last")
+    if not table or sizes != sorted(set(sizes)) or not 0 < sizes[0] <= sizes[-1] < math.inf:
+        raise ClusterError(f"tables.{name}: sizes {sizes} are not legal; legal: one or more, above 0 and each above the last")
     for _, seconds in table:
-        _in_range(f"tables.{name}", seconds, 0, 1e4, "seconds")
+        _in_range(f"tables.{name}", seconds, 1e-12, 1e4, "seconds")
 
 
 def _gpu(
@@ -117,7 +129,7 @@ _PRESETS = (
     _gpu("mi300x", 192, {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4}, 5.3, 448, 50, "AMD Instinct MI300X data sheet"),
     Device(
         "cpu", 0, {"fp32": 60e9, "bf16": 30e9}, 10e9, 5e-6, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False), "round figures",
-        message=300e-6,
+        message=300e-6, kind="cpu",
     ),
 )
 DEVICES = {device.name: device for device in _PRESETS}

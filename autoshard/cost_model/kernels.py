@@ -26,9 +26,9 @@ _LIKE: dict[Kind, Kind] = {"other": "pointwise", "pack": "copy", "pack_cast": "c
 Amount: TypeAlias = "float | NDArray[np.float64]"
 
 
-def passing(read: Any, written: Any, device: str) -> Any:
+def passing(read: Any, written: Any, on_cpu: bool) -> Any:
     """Bytes that pass between processor and memory: a CPU reads what it is about to write, unless it has read it anyway."""
-    return read + written * (2 if device == "cpu" else 1)
+    return read + written * (2 if on_cpu else 1)
 
 
 def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
@@ -36,7 +36,7 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     dispatcher comes before."""
     if work.kind == "view":
         return device.tables.get("view", ((1.0, 0.0),))[0][1]
-    bytes: Any = passing(work.read, work.written, device.name)
+    bytes: Any = passing(work.read, work.written, device.is_cpu)
     table = _table(work, device)
     if table is None:
         return device.launch + _roofline(work, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoshard import torch_internals
-from autoshard.torch_internals import FakeTensorMode
+from autoshard.torch_internals import FakeTensorMode, TorchDispatchMode
 
 Rows = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what a process holds of a parameter
-Make = Callable[[Sequence[nn.Parameter]], Optimizer]
+Make = Callable[[Sequence[nn.Parameter]], "Optimizer | Sequence[Optimizer]"]
 
 NAMED: dict[str, Make] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
@@ -40,14 +39,32 @@ class OptimizerMemory:
     moved: tuple[tuple[int, int], ...] = ()
 
 
-def like(optimizer: Optimizer) -> Make:
-    """Makes optimizers as this one is, with its first group's options, on other parameters and without state.
+def made_by(make: Make, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
+    """The optimizer that it makes, or all of them."""
+    made = make(parameters)
+    return [made] if isinstance(made, Optimizer) else list(made)
 
-    Of one that wraps another (accelerate's), as the other: what is set on a wrapper may be set on what it wraps.
-    """
+
+def all_like(optimizers: Sequence[Optimizer], names: Mapping[int, str], order: Sequence[str]) -> Make:
+    """Makes optimizers as these are, on as many parameters as `order` has names, each in the groups that it is in here. names: of the
+    parameters that these hold, by id."""
+    makes = []
+    for optimizer in {id(inside): inside for inside in map(_inside, optimizers)}.values():
+        groups = {names.get(id(p)): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        makes.append(like(optimizer, [groups.get(name) for name in order]))
+    return lambda parameters: [made for make in makes for made in made_by(make, parameters) if made.param_groups]
+
+
+def _inside(optimizer: Optimizer) -> Optimizer:
+    """Of one that wraps another (accelerate's), the other: what is set on a wrapper may be set on what it wraps."""
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer):
-        return like(inner)
+    return _inside(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def like(optimizer: Optimizer, groups: Sequence[int | None] | None = None) -> Make:
+    """Makes optimizers as this one is on other parameters, without state. groups: the number of each one's group; None of one that it
+    does not hold. None: all are in the first."""
+    optimizer = _inside(optimizer)
 
     def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
         made: Optimizer = object.__new__(type(optimizer))
@@ -55,15 +72,20 @@ def like(optimizer: Optimizer) -> Make:
         made.__dict__.pop("step", None)  # a learning-rate scheduler's, which steps the original
         made = torch_internals.without_step_hooks(made)
         made.state = defaultdict(dict)
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        made.param_groups = [{**options, "params": list(parameters)}]
+        there = groups if groups is not None else [0] * len(parameters)
+        made.param_groups = [
+            {**group, "params": members}
+            for i, group in enumerate(optimizer.param_groups)
+            if (members := [p for p, at in zip(parameters, there, strict=True) if at == i])
+        ]
         return made
 
     return make
 
 
 def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory | None:
-    """What `make`'s optimizer takes where this process holds these rows; None if its step cannot go on without values.
+    """What `make`'s optimizers take, one after the other, where this process holds these rows; None if a step cannot go on
+    without values.
 
     foreach: torch's default on this device, which takes all parameters at once (GPUs) or each alone (CPUs).
     """
@@ -71,19 +93,21 @@ def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory |
         return OptimizerMemory(0, 0, ())
     with FakeTensorMode(allow_non_fake_inputs=True):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in rows]
-        optimizer = make(parameters)
-        for group in optimizer.param_groups:
+        optimizers = made_by(make, parameters)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             if group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = foreach
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         try:
-            optimizer.step()
-            with _Watch() as watch:
+            for optimizer in optimizers:
                 optimizer.step()
+            with _Watch() as watch:
+                for optimizer in optimizers:
+                    optimizer.step()
         except Exception:  # of any kind, since it is the user's code: asking for values is only the usual one
             return None
-        state = sum(_held(v) for s in optimizer.state.values() for v in tree_leaves(s))
+        state = sum(_held(v) for optimizer in optimizers for s in optimizer.state.values() for v in tree_leaves(s))
         return OptimizerMemory(state, watch.peak, tuple(watch.moved))
 
 
@@ -94,7 +118,7 @@ def _held(value: Any) -> int:
 def _overwritten(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """What of its arguments an operator writes to; fused and foreach ones return nothing of it. A fused one's gradients are only
     written where it unscales them."""
-    given = zip(func._schema.arguments, args)
+    given = zip(torch_internals.schema_of(func).arguments, args)
     left = () if kwargs.get("grad_scale") is not None else ("grads",)
     return tree_leaves([v for a, v in given if a.alias_info is not None and a.alias_info.is_write and a.name not in left])
 
@@ -109,15 +133,14 @@ class _Watch(TorchDispatchMode):
         self.moved: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {torch_internals.storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and torch_internals.storage_of(t) not in given]
         overwritten = _overwritten(func, args, kwargs or {})
         if made or overwritten:  # not a view, or a question about a tensor
             self.moved.append((sum(map(_held, [*tree_leaves((args, kwargs)), *overwritten])), sum(map(_held, made))))
         for tensor in made:
-            storage = tensor.untyped_storage()
-            self.alive[storage._cdata] = (StorageWeakRef(storage), _held(tensor))
+            self.alive[torch_internals.storage_of(tensor)] = (StorageWeakRef(tensor.untyped_storage()), _held(tensor))
         self.alive = {k: entry for k, entry in self.alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out

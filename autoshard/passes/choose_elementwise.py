@@ -18,6 +18,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
+from autoshard import torch_internals
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.work import Work
@@ -87,7 +88,7 @@ class Region:
 
 def fuses(codegen: str, device: Device) -> Device | None:
     """The device that kernels are chosen for, if they are at all."""
-    return device if codegen == "triton" and device.name != "cpu" else None
+    return device if codegen == "triton" and not device.is_cpu else None
 
 
 def choose(graph: Graph, device: Device) -> list[Region]:
@@ -241,7 +242,7 @@ def _reads_tensors(node: Node) -> bool:
 
 
 def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_internals.schema_of(node.target)
     return node.op == "call_function" and (schema is None or schema.is_mutable) and node.target is not operator.getitem
 
 

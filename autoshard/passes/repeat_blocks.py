@@ -7,6 +7,8 @@ until the backward of the next block has read it. That backward computes again w
 regions n do; and forward is computed twice more. Joining the blocks of a region into one graph, which torch's partitioner cuts,
 would have the inside of all of them there at once: more than what leaves n blocks, but for very many of them.
 
+What stands between blocks and is quickly done (a sum with what a block was given, a scale) is computed again with them.
+
 A block is called again as an op ([Note: Repeated blocks] in `ops/block.py`), so regions are of blocks that are graphs of their own.
 Of others (BatchNorm writes to its buffers), and of blocks with an operation that may not give the same again, what leaves them is saved,
 and it is warned of.
@@ -19,13 +21,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from autoshard import torch_internals
+from autoshard.cost_model.work import kind_of
 from autoshard.ops.block import block_named
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
-from autoshard.passes.recompute import AGAIN, SAVE, backward_of
+from autoshard.passes.recompute import AGAIN, SAVE, backward_of, draws, is_repeatable
 
 _OF_MODULE = ("nn_module_stack", "stack_trace", "custom")  # what of a call's meta says whose it is
 
@@ -57,8 +62,8 @@ def repeat_blocks(gm: GraphModule, backward: Collection[Node], through: Collecti
         if graphs.is_call(node, graphs.BLOCK) and block in through and block_named(str(node.args[2])).repeats:
             chain.repeat(node)
             found.add(block)
-        elif torch_internals.is_view(node.target) and node.args[0] in chain.again:
-            chain.view(node)
+        elif _passes_on(node, block) and not chain.again.keys().isdisjoint(node.all_input_nodes):
+            chain.pass_on(node)
     graphs.fill_examples(gm)
     for value, again in chain.again.items():
         value.replace_all_uses_with(again, delete_user_cb=lambda user: user in backward)
@@ -87,15 +92,23 @@ class _Chain:
             if item.args[1] < results:  # type: ignore[operator]
                 self._add(item, graph, again, (again, item.args[1]))
 
-    def view(self, node: Node) -> None:
-        """Of what is computed again, a view is too."""
-        self._add(node, node.graph, node, (self.again[node.args[0]], *node.args[1:]))  # type: ignore[index]
+    def pass_on(self, node: Node) -> None:
+        """What is made of what is computed again is too."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.again.get(n, n))  # type: ignore[misc]
+        self._add(node, node.graph, node, args, kwargs)
 
-    def _add(self, value: Node, graph: Any, after: Node, args: tuple[Any, ...]) -> None:
+    def _add(self, value: Node, graph: Any, after: Node, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         with graph.inserting_after(after):
-            again = graph.call_function(value.target, args, value.kwargs)
+            again = graph.call_function(value.target, args, kwargs)
         again.meta.update(_of_module(value), recompute=AGAIN)
         self.again[value] = again
+
+
+def _passes_on(node: Node, block: str | None) -> bool:
+    """A view, or what takes next to no time outside of blocks and gives the same again."""
+    if node.op != "call_function" or torch_internals.is_view(node.target):
+        return node.op == "call_function"
+    return block is None and isinstance(node.meta.get("val"), Tensor) and kind_of(node) == "pointwise" and is_repeatable(node) and not draws(node.target)
 
 
 def _of_module(node: Node) -> dict[str, Any]:

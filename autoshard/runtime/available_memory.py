@@ -13,7 +13,7 @@ MEMINFO = Path("/proc/meminfo")
 
 def available_memory(device: torch.device) -> int:
     """Bytes that this process can still take: of the GPU, with what torch has of it and does not use; or its share of what the
-    host, or the container, has for all of its processes."""
+    host, or the container, has for all of its processes, as many as the launcher says."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused

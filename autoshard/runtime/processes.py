@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -65,9 +66,19 @@ def on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == str(launched_size())
 
 
-def on_this_node() -> int:
-    """How many of the job's processes are on this machine, as far as the launcher says: all of them where it does not."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", launched_size()))
+def said_of_this_node() -> int | None:
+    """How many of the job's processes are on this machine, if the launcher says it."""
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if said is None else int(said)
+
+
+def per_node(hosts: Sequence[str]) -> int:
+    """How many ranks in a row each machine has, as far as the launcher says, or else by the ranks' hosts; one where machines have
+    different numbers of them, so that all that goes between ranks is taken to go between machines."""
+    said = said_of_this_node()
+    counts = {len(list(run)) for _, run in itertools.groupby(hosts)} if said is None else {min(said, len(hosts))}
+    count = counts.pop() if len(counts) == 1 else 1
+    return count if len(hosts) % count == 0 else 1
 
 
 def join(device: torch.device, patience: Patience) -> World:
