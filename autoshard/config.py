@@ -80,7 +80,8 @@ class Config:
     replicate_below: parameters with fewer elements stay whole on every process; "auto" is 10,000, or 0 where a
         GradScaler is there at the first call.
     plan: a Plan, or a file of one: use this and decide nothing.
-    passes: a text spec of the rewrite pipeline, such as "name_parameters,merge_unshards,bucket{mb=25},lower".
+    passes: a text spec of the rewrite pipeline, such as "name_parameters,merge_unshards,sync_buffers,bucket{mb=25},lower"; one that lacks
+        what the plan needs is refused.
     disable_passes: names of passes to leave out (early_matmuls,plain_repeats on the command line).
     timeout: seconds in which every process must arrive at the first call, and a collective must end. On CPUs that holds whatever a
         process group says that was there before; models share process groups, which have the timeout of the first. On GPUs it holds
@@ -152,6 +153,8 @@ class Config:
     def _check_mesh(self) -> None:
         if not isinstance(self.mesh, dict | DeviceMesh | None):
             raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: None, {{'replicate': 2, 'shard': 4}}, or a DeviceMesh")
+        if isinstance(self.mesh, DeviceMesh) and (ranks := self.mesh.mesh.flatten().tolist()) != list(range(len(ranks))):
+            raise ConfigError(f"mesh: a DeviceMesh of the ranks {ranks} is not legal; legal: all ranks of the job, in order")
         axes = dict(self.mesh_axes() or {})
         for name, size in axes.items():
             _one_of("mesh", name, MESH_AXES)

@@ -21,7 +21,7 @@ from accelerate.utils import OPTIMIZER_NAME
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard import no_sync, state_dict
+from autoshard import no_sync, state_dict, torch_internals
 from autoshard.compiler import Backend
 from autoshard.config import Config
 from autoshard.errors import UnsupportedError
@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode and not any(m is prepared for m in self._models):
             self._models.append(prepared)
-        if prepared._compiled_call_impl is None:
+        if not torch_internals.is_compiled_in_place(prepared):
             prepared.compile(backend=Backend(self._autoshard))
         return prepared
 

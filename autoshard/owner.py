@@ -63,7 +63,7 @@ def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:
         module = frame.f_locals.get("self")
         if isinstance(module, torch_internals.OptimizedModule):
             yield torch_internals.original_of(module)
-        elif isinstance(module, nn.Module) and getattr(module, "_compiled_call_impl", None) is not None:
+        elif isinstance(module, nn.Module) and torch_internals.is_compiled_in_place(module):
             yield module
         frame = frame.f_back  # type: ignore[assignment]
 

@@ -44,6 +44,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode  # seen: 2.11, 2.13
 
 __all__ = [
     "KEEPS_OPERATORS",
@@ -55,6 +56,7 @@ __all__ = [
     "OptimizedModule",
     "RandomCall",
     "ThroughDynamo",
+    "TorchDispatchMode",
     "Tracing",
     "add_to_each",
     "assigns",
@@ -590,13 +592,13 @@ def rename(node: torch.fx.Node, name: str) -> None:
 
 def is_view(target: Any) -> bool:
     """True of an op whose result shares memory with its input. Seen: 2.11, 2.13."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def gives_nothing(target: Any) -> bool:
     """True of an op without a result, such as the check of a size that is not known before. Seen: 2.11, 2.13."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return schema is not None and not schema.returns
 
 
@@ -799,6 +801,26 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """How often something wrote in place to a tensor, or to one that it is a view of. Seen: 2.11, 2.13."""
+    return tensor._version
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something waits for a parameter's gradient, or is called with it. Seen: 2.11, 2.13."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called. Seen: 2.11, 2.13."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator takes and returns; None of what is none of torch's operators. Seen: 2.11, 2.13."""
+    return getattr(operator, "_schema", None)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -235,6 +235,8 @@ def test_rewriting_is_deterministic() -> None:
         ("name_parameters,merge_unshards,bucket{mb=25}},lower", "'bucket{mb=25}}' is not legal; legal: a pass such as 'lower', or"),
         ("name_parameters,merge_unshards,lower}", "'name_parameters,merge_unshards,lower}' is not legal"),
         ("name_parameters,merge_unshards,bucket{mb=25", "'bucket{mb=25' is not legal"),
+        ("name_parameters,merge_unshards,bucket{mb=-1}", "bucket{mb=-1.0} is not legal; legal: 0 or more"),
+        ("name_parameters,merge_unshards,outline_blocks{least=0}", "outline_blocks{least=0} is not legal; legal: 1 or more"),
         ("nothing", "'nothing' is no pass; legal: bucket"),
         ("overlap", "requires collectives; put lower before it"),
     ],
@@ -292,3 +294,11 @@ def test_the_pass_that_contributing_md_adds_runs_as_it_says(tmp_path: Path, monk
     there: dict[str, Any] = dict(globals())
     exec(test, there)
     there["test_gathers_are_counted"]()
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
+def test_an_option_that_is_on_or_off_is_said_so(text: str, value: bool) -> None:
+    """To Python every text is true."""
+    assert registry._value("some", "on", text, bool) is value
+    with pytest.raises(PassError, match=re.escape(f"passes: some{{on={text.title()}}} is not legal; legal: true, false")):
+        registry._value("some", "on", text.title(), bool)

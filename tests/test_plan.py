@@ -17,11 +17,12 @@ import autoshard
 from autoshard import Config, Degrees, ParameterGroup, Plan
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
-from autoshard.errors import BudgetError, ConfigError, PlanError
+from autoshard.errors import BudgetError, ConfigError, PassError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
 from autoshard.passes.choose_unshard import _most, keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
-from autoshard.planning import first_look
+from autoshard.passes.registry import pipeline_for
+from autoshard.planning import check_passes_carry_out, check_plan_fits, first_look
 from autoshard.units import parse_bytes
 
 
@@ -153,8 +154,37 @@ def test_a_plan_must_fit_its_mesh() -> None:
         Plan(8, (("shard", 4),), ())
     with pytest.raises(PlanError, match="legal: 1 or the shard axis, 4"):
         Plan(4, (("shard", 4),), (ParameterGroup("a", ("a",), Degrees(1, 1, 2)),))
+    alone = Degrees(1, 1, 1)
+    with pytest.raises(PlanError, match="plan: 'b' is in two groups; legal: one a parameter"):
+        Plan(4, (("shard", 4),), (ParameterGroup("a", ("a", "b"), alone), ParameterGroup("b", ("b",), alone)))
     with pytest.raises(ConfigError, match="makes 4 processes; the job has 8"):
         make_plan(_blocks(), Config(mesh={"shard": 4}), _where(8))
+
+
+def test_a_plan_must_fit_its_model() -> None:
+    scale = Inventory("Net", (_info("scale"),))
+    sharded, whole = (Plan(4, (("shard", 4),), (ParameterGroup("a", ("scale",), Degrees(1, 1, n)),)) for n in (4, 1))
+    check_plan_fits(whole, scale, 4)
+    with pytest.raises(PlanError, match="plan: 'scale' is a single number, which cannot be sharded; legal: a group with degrees of 1"):
+        check_plan_fits(sharded, scale, 4)
+
+
+@pytest.mark.parametrize(
+    ("without", "config", "setting"),
+    [
+        ("sync_buffers", Config(zero=0), "buffers"),
+        ("regather", Config(zero=3), "parameters' degrees"),
+        ("recompute", Config(zero=0, recompute="full"), "recompute"),
+        ("compress", Config(zero=0, compression="bf16"), "compression"),
+        ("early_gathers", Config(zero=3, early_gathers=True), "early"),
+    ],
+)
+def test_passes_that_a_plan_needs_must_be_there(without: str, config: Config, setting: str) -> None:
+    plan = make_plan(_blocks(), config, _where())
+    check_passes_carry_out(plan, pipeline_for(None, ()), buffers=True)
+    with pytest.raises(PassError, match=f"passes: no pass '{without}', which carries out the plan's {setting}; legal: passes with it"):
+        check_passes_carry_out(plan, [p for p in pipeline_for(None, ()) if p.name != without], buffers=True)
+    check_passes_carry_out(make_plan(_blocks(), Config(zero=0), _where()), [], buffers=False)
 
 
 def test_auto_takes_the_cheapest_that_fits() -> None:

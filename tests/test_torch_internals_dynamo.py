@@ -268,3 +268,33 @@ def test_gradients_that_go_off_are_a_call() -> None:
     torch.compile(half, backend=backend)(torch.ones(2, requires_grad=True))
     torch.compiler.reset()
     assert seen == [(False,), (True,)]
+
+
+def test_a_module_that_is_compiled_in_place_is_known() -> None:
+    model = nn.Linear(2, 2)
+    assert not torch_internals.is_compiled_in_place(model)
+    model.compile(backend="eager")
+    assert torch_internals.is_compiled_in_place(model) and not torch_internals.is_compiled_in_place(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_parameter_are_seen(how: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not torch_internals.has_hooks(parameter)
+    hook = getattr(parameter, how)(lambda _: None)
+    assert torch_internals.has_hooks(parameter)
+    hook.remove()
+    assert not torch_internals.has_hooks(parameter)
+
+
+def test_a_mode_sees_what_is_dispatched() -> None:
+    seen = []
+
+    class See(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        torch.ones(2) + 1
+    assert torch.ops.aten.add.Tensor in seen

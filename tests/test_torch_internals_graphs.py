@@ -336,3 +336,19 @@ def test_decompositions_of_what_has_one() -> None:
     aten = torch.ops.aten
     found = torch_internals.decompositions_of([aten.silu_backward, aten.mm])
     assert aten.silu_backward.default in found and aten.mm.default not in found
+
+
+def test_schemas_say_what_an_operator_takes() -> None:
+    found = torch_internals.schema_of(torch.ops.aten.add_.Tensor)
+    assert [a.name for a in found.arguments] == ["self", "other", "alpha"] and found.is_mutable
+    assert torch_internals.schema_of(operator.getitem) is None
+
+
+def test_writes_in_place_are_counted() -> None:
+    whole = torch.zeros(4)
+    view = whole[1:]
+    assert torch_internals.times_written(whole) == 0
+    view.add_(1)
+    assert torch_internals.times_written(whole) == torch_internals.times_written(view) == 1
+    whole.data.add_(1)
+    assert torch_internals.times_written(whole) == 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from autoshard import torch_internals
 from autoshard.cost_model.sizes import Open, Size, bytes_of
 
 Category = Literal[
@@ -253,7 +254,7 @@ def aliased(node: Node) -> Literal["view", "write"] | None:
         return None
     if _text(node.target) == WAIT:
         return "write"
-    returns = getattr(getattr(node.target, "_schema", None), "returns", None)
+    returns = getattr(torch_internals.schema_of(node.target), "returns", None)
     if not returns or returns[0].alias_info is None:
         return None
     return "write" if returns[0].alias_info.is_write else "view"

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from autoshard.errors import PassError
 from autoshard.ops import wire
 from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
@@ -35,6 +36,10 @@ class Bucket:
     """mb: a group is cut into buckets of at most this many megabytes; 0: as the plan says."""
 
     mb: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.mb >= 0:  # nan is not
+            raise PassError(f"passes: bucket{{mb={self.mb}}} is not legal; legal: 0 or more")
 
     name: ClassVar[str] = "bucket"
     stage: ClassVar[Stage] = "split"

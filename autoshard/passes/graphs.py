@@ -88,7 +88,7 @@ def written(gm: GraphModule) -> Callable[[Node], bool]:
     given = ((n, n.meta.get("example_value")) for graph in (*nested(gm), gm) for n in graph.graph.nodes)
     values = {n: torch_internals.unwrapped(v) for n, v in given if isinstance(v, Tensor)}
     storages = {n: torch_internals.storage_of(v) for n, v in values.items() if v.layout == torch.strided}
-    written_to = {storage for n, storage in storages.items() if values[n]._version > 0}
+    written_to = {storage for n, storage in storages.items() if torch_internals.times_written(values[n]) > 0}
     return lambda node: storages.get(node) in written_to
 
 

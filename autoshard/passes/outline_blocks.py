@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from autoshard import torch_internals
+from autoshard.errors import PassError
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.plan import Plan
@@ -50,6 +51,10 @@ class OutlineBlocks:
     """least: how many blocks must be alike. One: each that can be is a graph of its own, for a look at it by itself."""
 
     least: int = 8
+
+    def __post_init__(self) -> None:
+        if self.least < 1:
+            raise PassError(f"passes: outline_blocks{{least={self.least}}} is not legal; legal: 1 or more")
 
     name: ClassVar[str] = "outline_blocks"
     stage: ClassVar[Stage] = "traced"
@@ -229,7 +234,7 @@ def _name(called: Any) -> str:
 def _can_be_given(node: Node) -> bool:
     """Whether a block may take this: a size, or a tensor unless it is one that forward changes (BatchNorm's buffers)."""
     value = _value(node)
-    written = node.op == "placeholder" and isinstance(value, Tensor) and value._version > 0
+    written = node.op == "placeholder" and isinstance(value, Tensor) and torch_internals.times_written(value) > 0
     return isinstance(value, (Tensor, torch.SymInt)) and not written
 
 

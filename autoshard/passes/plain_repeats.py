@@ -39,7 +39,7 @@ class PlainRepeats:
 
 def drops_nothing(call: RandomCall) -> bool:
     """Whether it is an attention that gives the same each time."""
-    arguments = {a.name: a for a in call.operator._schema.arguments}
+    arguments = {a.name: a for a in torch_internals.schema_of(call.operator).arguments}
     given = dict(zip(arguments, call.args)) | call.kwargs
     return "dropout_p" in arguments and given.get("dropout_p", arguments["dropout_p"].default_value) == 0
 

@@ -87,8 +87,11 @@ def _build(name: str, options: str) -> Pass:
 
 
 def _value(name: str, key: str, text: str, kind: type) -> Any:
-    if kind is bool and text in ("true", "false"):
-        return text == "true"
+    if kind is bool:
+        legal = {"true": True, "false": False}
+        if text in legal:
+            return legal[text]
+        raise PassError(f"passes: {name}{{{key}={text}}} is not legal; legal: true, false")
     try:
         return kind(text)
     except ValueError:
