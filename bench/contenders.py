@@ -166,6 +166,9 @@ COMPRESSIONS: dict[str, Callable[[], Contender]] = {
 }
 
 
+POSSIBLE = CONTENDERS | HIERARCHIES | EARLY | BUDGETED | COMPRESSIONS
+
+
 def side_of(name: str) -> str:
     """The project whose a contender is: what shares a process."""
     return next((side for side in ("autoshard", "deepspeed") if name.startswith(side)), "torch")

@@ -87,8 +87,7 @@ def _play(players: Sequence[turns.Player], names: Sequence[str]) -> list[Measure
 
 def take_turns(names: Sequence[str], rounds: int, pause: float) -> None:
     """Of one side, in a process that is told when: a turn of each contender, with a pause of so many seconds after each step."""
-    possible = contenders.CONTENDERS | contenders.HIERARCHIES | contenders.COMPRESSIONS | contenders.EARLY | contenders.BUDGETED
-    runs = [(Measured(name), possible[name]()) for name in names]
+    runs = [(Measured(name), contenders.POSSIBLE[name]()) for name in names]
     turns.answer(rounds=WARM_UP + rounds)
     for number in turns.told():
         if number == WARM_UP:
@@ -127,7 +126,7 @@ def measure_memory(name: str) -> Measured:
     measured = Measured(name)
     dist.barrier()
     start = time.perf_counter()
-    contender = contenders.CONTENDERS[name]()
+    contender = contenders.POSSIBLE[name]()
     for number in range(WARM_UP):
         loss = contender.step(reference.batch(number, dist.get_rank()))
         measured.losses.append(float(loss))
