@@ -4,7 +4,8 @@
 
 Llamas of so many blocks, planned for one process on the meta device as `autoshard plan` does: the model captured, its step
 simulated as it is; then the decision for a budget of 0.8 of that peak: what blocks could save, each candidate simulated, and the choice
-of one for each. Then all that `fit` does with that budget, where steps are simulated with what was chosen, and with one of 0.6. The
+of one for each. Then all that `fit` does with that budget, where steps are simulated with what was chosen, and with one of 0.6, which is below
+what is possible for the deep one, so that the least peak is looked for. The
 choice alone is for as many blocks as the most, of candidates that all differ. Writes bench/results/decide.md.
 
 --regions: instead, how low the predicted peak of the deepest comes with a large batch, where what enters each block is saved and
@@ -69,7 +70,7 @@ def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
     yield f"what its blocks save is decided, for {BUDGETS[0]} of that peak", seconds + taken(choose, blocks, budgets[0])[0]
     for share, budget in zip(BUDGETS, budgets):
         seconds, _ = taken(forecaster.fit, plan, budget)
-        yield f"steps are simulated with that, until one fits {share} of it", seconds
+        yield f"steps are simulated with that, until one fits {share} of it, or none can", seconds
 
 
 def lowest(layers: int) -> Iterator[tuple[str, Prediction]]:
