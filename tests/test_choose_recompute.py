@@ -107,17 +107,19 @@ def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.Monk
         forecaster = Forecaster(captured, NAMED["adamw"], slow, codegen)
         return make_plan(captured.inventory, config, Circumstances(slow, budget), forecaster, forecaster.fit)
 
-    alone = made(None)
-    for share in (0.8, 1.0):
+    alone, faster = made(None), []
+    for share in (0.75, 0.8, 1.0):
         budget = int(share * alone.predicted.peak_bytes)
         together = made(budget)
         with monkeypatch.context() as patch:
             patch.setattr(Forecaster, "_copies", lambda *_: {})
             apart = made(budget)
-        assert together.recompute and len(dropped(together)) < len(dropped(apart)), share
+        assert together.recompute and len(dropped(together)) <= len(dropped(apart)), share
         assert together.predicted.peak_bytes <= budget
-        assert together.predicted.step_seconds < 0.98 * apart.predicted.step_seconds
         assert any("kept for backward" in why for why in together.why)
+        assert together.predicted.step_seconds <= apart.predicted.step_seconds  # which may leave room for copies by chance
+        faster.append(together.predicted.step_seconds < 0.98 * apart.predicted.step_seconds and len(dropped(together)) < len(dropped(apart)))
+    assert faster[-1] and sum(faster) >= 2
 
 
 class Frozen(Few):
