@@ -38,7 +38,7 @@ from autoshard.cost_model.hardware import DEVICES  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 from autoshard.forecast import Forecaster  # noqa: E402
 from autoshard.passes.choose_blocks import blocks_of  # noqa: E402
-from autoshard.passes.choose_recompute import Block, Option, choose  # noqa: E402
+from autoshard.passes.choose_recompute import Block, Option, choose_with_spare  # noqa: E402
 from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 from autoshard.plan import Prediction  # noqa: E402
 from autoshard.savings import LEVELS  # noqa: E402
@@ -67,7 +67,7 @@ def decided(layers: int, codegen: Any) -> Iterator[tuple[str, float]]:
     yield "its step is simulated", seconds
     budgets = [int(share * plan.predicted.peak_bytes) for share in BUDGETS]
     seconds, blocks = taken(forecaster.blocks, plan)
-    yield f"what its blocks save is decided, for {BUDGETS[0]} of that peak", seconds + taken(choose, blocks, budgets[0])[0]
+    yield f"what its blocks save is decided, for {BUDGETS[0]} of that peak", seconds + taken(choose_with_spare, blocks, budgets[0])[0]
     for share, budget in zip(BUDGETS, budgets):
         seconds, _ = taken(forecaster.fit, plan, budget)
         yield f"steps are simulated with that, until one fits {share} of it, or none can", seconds
@@ -113,7 +113,7 @@ def chosen(layers: int) -> float:
 
     blocks = [Block(f"layers.{i}", tuple(map(option, range(CANDIDATES)))) for i in range(layers)]
     least, most = (sum(f(o.saved for o in b.options) for b in blocks) for f in (min, max))
-    return taken(choose, blocks, (least + most) // 2)[0]
+    return taken(choose_with_spare, blocks, (least + most) // 2)[0]
 
 
 def main() -> None:

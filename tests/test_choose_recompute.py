@@ -95,9 +95,10 @@ def test_blocks_are_listed_by_themselves_and_say_what_the_whole_step_takes(
         assert sum(o.seconds for o in taken) == pytest.approx(simulated.step_seconds - simulated.seconds["optimizer"], rel=0.02)
 
 
-@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
-def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.MonkeyPatch, codegen: Any) -> None:
-    """Where processes wait for gathers, computing again makes room for copies that are not gathered again; also where all would fit as it is."""
+@pytest.mark.parametrize(("codegen", "shares"), [("eager", (0.75, 0.8, 1.0)), in_full("inductor", (0.75, 1.0))])
+def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.MonkeyPatch, codegen: Any, shares: tuple[float, ...]) -> None:
+    """Where processes wait for gathers, computing again makes room for copies that are not gathered again; also where all would fit as it is.
+    On Inductor and in 0.8 of the memory one block alone leaves room for all copies, whether that was looked for or not."""
     link = Link(latency=1e-3, bandwidth=1e7, scatters=False)
     slow = Cluster(2, 1, replace(DEVICES["cpu"], across=link))
     captured = capture(Few(), inputs(64))
@@ -107,19 +108,17 @@ def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.Monk
         forecaster = Forecaster(captured, NAMED["adamw"], slow, codegen)
         return make_plan(captured.inventory, config, Circumstances(slow, budget), forecaster, forecaster.fit)
 
-    alone, faster = made(None), []
-    for share in (0.75, 0.8, 1.0):
+    alone = made(None)
+    for share in shares:
         budget = int(share * alone.predicted.peak_bytes)
         together = made(budget)
         with monkeypatch.context() as patch:
             patch.setattr(Forecaster, "_copies", lambda *_: {})
             apart = made(budget)
-        assert together.recompute and len(dropped(together)) <= len(dropped(apart)), share
+        assert together.recompute and len(dropped(together)) < len(dropped(apart)), share
         assert together.predicted.peak_bytes <= budget
+        assert together.predicted.step_seconds < 0.98 * apart.predicted.step_seconds
         assert any("kept for backward" in why for why in together.why)
-        assert together.predicted.step_seconds <= apart.predicted.step_seconds  # which may leave room for copies by chance
-        faster.append(together.predicted.step_seconds < 0.98 * apart.predicted.step_seconds and len(dropped(together)) < len(dropped(apart)))
-    assert faster[-1] and sum(faster) >= 2
 
 
 class Frozen(Few):

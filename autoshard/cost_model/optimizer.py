@@ -52,7 +52,7 @@ def all_like(optimizers: Sequence[Optimizer], names: Mapping[int, str], order: S
     for optimizer in {id(inside): inside for inside in map(_inside, optimizers)}.values():
         groups = {names.get(id(p)): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         makes.append(like(optimizer, [groups.get(name) for name in order]))
-    return lambda parameters: [made for make in makes for made in made_by(make, parameters) if made.param_groups]
+    return lambda parameters: [made for make in makes if (made := make(parameters)).param_groups]
 
 
 def _inside(optimizer: Optimizer) -> Optimizer:
@@ -61,7 +61,7 @@ def _inside(optimizer: Optimizer) -> Optimizer:
     return _inside(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def like(optimizer: Optimizer, groups: Sequence[int | None] | None = None) -> Make:
+def like(optimizer: Optimizer, groups: Sequence[int | None] | None = None) -> Callable[[Sequence[nn.Parameter]], Optimizer]:
     """Makes optimizers as this one is on other parameters, without state. groups: the number of each one's group; None of one that it
     does not hold. None: all are in the first."""
     optimizer = _inside(optimizer)

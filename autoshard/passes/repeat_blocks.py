@@ -106,8 +106,10 @@ class _Chain:
 
 def _passes_on(node: Node, block: str | None) -> bool:
     """A view, or what takes next to no time outside of blocks and gives the same again."""
-    if node.op != "call_function" or torch_internals.is_view(node.target):
-        return node.op == "call_function"
+    if node.op != "call_function":
+        return False
+    if torch_internals.is_view(node.target):
+        return True
     quick = block is None and isinstance(node.meta.get("val"), Tensor) and kind_of(node) == "pointwise"
     return quick and is_repeatable(node) and not draws(node.target)
 

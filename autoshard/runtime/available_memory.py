@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from autoshard.runtime import processes
+
 CGROUP = Path("/sys/fs/cgroup")  # of this container, where there is one
 MEMINFO = Path("/proc/meminfo")
 
@@ -18,7 +20,7 @@ def available_memory(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     limits = [_of_host(), _of_container()]
-    return min(limit for limit in limits if limit is not None) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(limit for limit in limits if limit is not None) // (processes.said_of_this_node() or 1)
 
 
 def _of_host() -> int:

@@ -63,7 +63,7 @@ def launched_rank() -> int:
 
 def on_one_machine() -> bool:
     """Whether all processes of the job are on this machine, as far as the launcher says."""
-    return os.environ.get("LOCAL_WORLD_SIZE") == str(launched_size())
+    return said_of_this_node() == launched_size()
 
 
 def said_of_this_node() -> int | None:
