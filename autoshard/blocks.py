@@ -16,6 +16,7 @@ from autoshard.cost_model.sizes import OF_TORCH
 from autoshard.ops.block import Block, Length, Value, register
 from autoshard.passes import graphs
 from autoshard.passes.base import Phase
+from autoshard.passes.makings import makings_of_inputs
 from autoshard.passes.outline_blocks import is_block
 from autoshard.passes.recompute import is_repeatable
 
@@ -128,6 +129,7 @@ def _differentiable(
     if None in sizes or not all(t.meta["val"].is_contiguous() for t in known.tangents):
         return None
     gradients = _keep_gradients(backward, inputs)
+    outputs: Sequence[Node] = forward.graph.output_node().args[0]  # type: ignore[assignment]
     repeats = all(is_repeatable(n) for n in forward.graph.nodes if n.op == "call_function")
     return Block(
         inputs=inputs,
@@ -141,6 +143,7 @@ def _differentiable(
         gradients=gradients,
         gradient_examples=_examples(backward),
         repeats=repeats,
+        makings=tuple(map(makings_of_inputs(forward).get, outputs)),
     )
 
 

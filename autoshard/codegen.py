@@ -41,6 +41,7 @@ from autoshard.passes.expand_unshards import expand_unshards
 from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import COPIES, FIXED, POLICY
+from autoshard.passes.partition_activations import mark_alike
 from autoshard.passes.regather import keep_mixed
 from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
@@ -175,6 +176,7 @@ class Compilation:
     def part(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
         halves = self._cut(self._joint(joint, self.context), inputs, **kwargs)
+        mark_alike(*halves, kwargs["num_fwd_outputs"], self.context)
         if self.collectives is not None:
             self.collectives.note(*map(graphs.collectives, halves))
         return halves

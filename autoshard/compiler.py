@@ -209,6 +209,7 @@ class Backend:
             parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},
             buffers=_buffers(state, inputs) if not apart else frozenset(),
             everyone=processes.name_of_everyone(),
+            rank=rank,
             fuses=self._fuses(inputs),
             early=state.early if state and not apart else None,
         )

@@ -22,8 +22,8 @@ HIERARCHIES = ("auto", "flat", "two_level", "hpz")
 MESH_AXES = ("replicate", "shard")
 LONGEST = 1e9  # seconds, 30 years
 _DECIDING = (
-    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "hierarchy", "early_gathers",
-    "buffers", "replicate_below",
+    "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "partition_activations",
+    "hierarchy", "early_gathers", "buffers", "replicate_below",
 )
 
 
@@ -53,6 +53,10 @@ class Config:
     recompute: what backward computes again and forward need not save: "none" (what costs next to nothing), "selective" (all
         of a block but attention and every second matmul), "full" (all of a block), or "auto": what brings a step into
         memory_budget in the least time.
+    partition_activations: True: saved values that every process has alike (what forward makes of parameters and constants alone, such as a
+        weight of two factors or a bias of positions) may be kept in parts, one on each process, and be gathered for backward: where a
+        step does not fit into memory_budget else, or takes longer. Such a job's processes must make these values alike: where
+        they depend on a batch's sizes a process with another size is refused.
     precision: None, "bf16", "fp16" (compute and gathers; reductions are fp32, and rows stay what the model is), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
@@ -96,6 +100,7 @@ class Config:
     mesh: dict[str, int] | DeviceMesh | None = None
     memory_budget: int | float | str | None = None
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    partition_activations: bool = False
     precision: str | MixedPrecisionPolicy | None = None
     compression: Literal["bf16", "fp16", "powersgd"] | None = None
     compression_rank: int = 4
@@ -123,6 +128,7 @@ class Config:
         _one_of("codegen", self.codegen, CODEGENS)
         _one_of("optimizer", self.optimizer, tuple(OPTIMIZER_STATES))
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))
+        _one_of("partition_activations", self.partition_activations, (False, True))
         _one_of("early_gathers", self.early_gathers, (False, True))
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("verbose", self.verbose, (False, True))

@@ -42,6 +42,7 @@ from autoshard.inventory import (
 from autoshard.ops.early import Early
 from autoshard.owner import call_of
 from autoshard.passes import graphs
+from autoshard.passes.choose_partition import Alike
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.manager import PassManager
@@ -233,13 +234,16 @@ class FirstCall:
         config = self.config
         if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
             config = replace(config, replicate_below=0)
-        config = _without_nodes(config, hosts, where.cluster.per_node)
-        plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit))
-        return warned_of_rounding(plan, [s["_arithmetic"] for s in statements])
+        config, kinds = _without_nodes(config, hosts, where.cluster.per_node), [s["_arithmetic"] for s in statements]
+        if len(set(kinds)) > 1:
+            config = replace(config, partition_activations=False)
+        alike: Alike = forecast.alike if forecast else lambda _: ()
+        plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit, alike))
+        return warned_of_rounding(plan, kinds, self.config.partition_activations)
 
     def _chooses(self) -> bool:
         """Whether something depends on how much a step takes: nothing is simulated for its own sake here."""
-        limited = self.config.memory_budget is not None and (self.config.recompute == "auto" or self.config.zero == 3)
+        limited = self.config.memory_budget is not None and (self.config.recompute == "auto" or self.config.zero == 3 or self.config.partition_activations)
         return limited or (self.config.zero == "auto" and self.world.size > 1)
 
     def _of_family(self, plan: Plan) -> Plan:
@@ -249,7 +253,7 @@ class FirstCall:
             return plan
         if plan.early:
             plan = plan.because("early_gathers: blocks that are compiled one by one each start with gathers, and take none early")
-        plan = keeping_none(replace(plan, stacks=()))  # which have other names in a block's graph
+        plan = keeping_none(replace(plan, stacks=(), partition_activations=()))  # which have other names in a block's graph
         return replace(plan, recompute=(("", plan.recompute[0][1]),)) if plan.recompute else plan
 
     def _early(self, plan: Plan) -> Early | None:
@@ -329,12 +333,16 @@ def least_free(statements: Sequence[Statement], shared: bool) -> int:
     return min(int(s["_free"]) // max(1, sharers[s["_host"]]) + int(s["_held"]) for s in statements)
 
 
-def warned_of_rounding(plan: Plan, kinds: Sequence[str]) -> Plan:
-    """The plan; a reason more where processes make their parameters equal by computing alike, and do not. kinds: of each rank's
-    arithmetic."""
-    if not plan.low_rank or len(set(kinds)) == 1:
+def warned_of_rounding(plan: Plan, kinds: Sequence[str], partitions: bool = False) -> Plan:
+    """The plan; a reason more where processes make their parameters, or what they save, equal by computing alike, and do not. kinds: of
+    each rank's arithmetic. partitions: whether values that are equal were to be kept in parts."""
+    if len(set(kinds)) == 1:
         return plan
     named = ", ".join(sorted(set(kinds)))
+    if partitions:
+        plan = plan.because(f"partition_activations on {named}: processes round differently, so no value is the same on all")
+    if not plan.low_rank:
+        return plan
     return plan.because(f"PowerSGD on {named}: processes will round differently, and their parameters drift apart by that")
 
 

@@ -31,6 +31,7 @@ from autoshard.cost_model.workspace import add_workspaces
 from autoshard.inventory import ParameterInfo, is_trained
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_elementwise import fuses
+from autoshard.passes.choose_partition import better
 from autoshard.passes.choose_prefetch import waits
 from autoshard.passes.choose_recompute import (
     Aim,
@@ -45,6 +46,7 @@ from autoshard.passes.choose_recompute import (
 )
 from autoshard.passes.choose_unshard import copies_of, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
+from autoshard.passes.partition_activations import ALL, Parted, parted
 from autoshard.plan import Plan, Traffic
 from autoshard.rehearsal import (
     DEFAULT,
@@ -175,13 +177,18 @@ class Forecaster:
             if aim.settled or len({*tried, taken}) > TRIALS:
                 break
             found = tried[taken] = tried.get(taken) or self._with(plan, blocks, taken)
-            best = found if _better(found, best, budget) else best
+            best = found if better(found, best, budget) else best
             aim = aim.after(found.predicted.footprint - budget)
         if best.predicted.footprint <= budget:
             return best
         lowest = least(blocks)
         lowest_plans = (self._with(plan, blocks, taken) for taken in (lowest, choose(blocks, peak_of(lowest)) or lowest))
         return min(best, *lowest_plans, key=lambda p: (p.predicted.footprint, p.predicted.step_seconds or 0.0))
+
+    def alike(self, plan: Plan) -> list[Parted]:
+        """What could be kept in parts, as forward makes it."""
+        cut = self._rehearsed(replace(plan, recompute=(), partition_activations=(ALL,)))
+        return list(parted(cut.forward).values())
 
     def _with(self, plan: Plan, blocks: Sequence[Block], taken: Sequence[Option]) -> Plan:
         """The plan with these options of its blocks, simulated."""
@@ -203,7 +210,7 @@ class Forecaster:
             self._prepared(usual),
             self._kinds(usual),
             usual=_step(program, curve, took),
-            kept=kept_of(self._rehearsed(usual)),
+            kept=kept_of(self._rehearsed(replace(usual, partition_activations=()))),
             simulate=lambda listed: _step(*self._simulate(plan, listed, held)),
             simulate_alone=lambda listed: _step(*self._simulate(plan, listed, Held({}, 0, 0))),
             seconds_of=self._seconds_of,
@@ -302,20 +309,12 @@ def _layouts(plan: Plan) -> Key:
 
 def _regathered(plan: Plan) -> Key:
     """What of it they show after that, but for what is computed again."""
-    return (*_layouts(plan), *(g.degrees.parameter for g in plan.groups))
+    return (*_layouts(plan), plan.partition_activations, *(g.degrees.parameter for g in plan.groups))
 
 
 def _key(plan: Plan) -> Key:
     """All of it that they show, and so all that a step depends on."""
     return (*_regathered(plan), plan.recompute, plan.ahead)
-
-
-def _better(plan: Plan, than: Plan, budget: int) -> bool:
-    """Whether it fits, and is faster than what fits; or else has the lower peak."""
-    fits, fitted = (p.predicted.footprint <= budget for p in (plan, than))
-    if fits and fitted:
-        return (plan.predicted.step_seconds or 0.0) < (than.predicted.step_seconds or 0.0)
-    return fits or (not fitted and plan.predicted.footprint < than.predicted.footprint)
 
 
 def _strange(cluster: Cluster) -> tuple[str, ...]:

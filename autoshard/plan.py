@@ -194,6 +194,8 @@ class Plan:
     stacks: modules under a number that are no blocks, since blocks are in them; see [Note: Stacks] in passes/choose_blocks.py.
     recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
         see [Note: Policies] in passes/recompute.py.
+    partition_activations: saved values that every process has alike, and of which each keeps a part; ("all",): all such values. See
+        [Note: Partitioned activations] in ops/part.py.
     covered: share of the model's elements that the captured graph held. why: the decisions, in words.
     """
 
@@ -216,6 +218,7 @@ class Plan:
     buffers: str = "broadcast"
     stacks: tuple[str, ...] = ()
     recompute: tuple[tuple[str, str], ...] = ()
+    partition_activations: tuple[str, ...] = ()
     covered: float = 1.0
     predicted: Prediction = field(default_factory=Prediction, compare=False)
     why: tuple[str, ...] = field(default=(), compare=False)
@@ -241,6 +244,7 @@ class Plan:
         self._check_low_rank()
         self._check_stacks()
         self._check_recompute()
+        self._check_parts()
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -295,6 +299,11 @@ class Plan:
         for name in self.stacks:
             if not isinstance(name, str) or not name.rpartition(".")[2].isdigit():
                 raise PlanError(f"plan: stacks: {name!r} is not legal; legal: names of modules that end in a number")
+
+    def _check_parts(self) -> None:
+        names = self.partition_activations
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise PlanError(f"plan: partition_activations: {names!r} is not legal; legal: names of saved values, or ['all']")
 
     def _check_recompute(self) -> None:
         seen = set[str]()

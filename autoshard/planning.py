@@ -53,7 +53,7 @@ def plan(
     pinned = pinned_plan(config, inventory, cluster.world)
     if pinned is not None:
         return forecast(predict(pinned, inventory, config, where))
-    return make_plan(inventory, config, where, forecast, forecast.fit)
+    return make_plan(inventory, config, where, forecast, forecast.fit, forecast.alike)
 
 
 def asked_for(config: Config | None, cluster: Cluster | None) -> tuple[Config, Cluster]:
@@ -151,6 +151,7 @@ def check_passes_carry_out(plan: Plan, pipeline: Sequence[Pass], buffers: bool) 
         "sync_buffers": ("buffers", buffers and plan.buffers == "broadcast" and not plan.leaves_alone),
         "compress": ("compression", plan.compression),
         "early_gathers": ("early", plan.early),
+        "partition_activations": ("partition_activations", plan.partition_activations and not plan.leaves_alone),
     }
     there = {p.name for p in pipeline}
     for name, (setting, needed) in needs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -87,6 +88,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         _groups_table(plan),
         Text(""),
         *_recompute_part(plan),
+        *_kept_in_parts(plan),
         _memory_table(plan),
         *_peak_lines(plan),
         *_fits(plan),
@@ -163,6 +165,18 @@ def _recompute_part(plan: Plan) -> list[RenderableType]:
     table.add_column("but for", overflow="fold")
     for names, policy in _folded(plan.recompute):
         table.add_row(_span(names), _SAID.get(policy, ", ".join(verbs_of(policy))))
+    return [table, Text("")]
+
+
+def _kept_in_parts(plan: Plan) -> list[RenderableType]:
+    """One line for values that differ by their digests alone."""
+    if not plan.partition_activations:
+        return []
+    table = Table(box=None, pad_edge=False)
+    table.add_column("kept in parts for backward", overflow="fold")
+    table.add_column("values", justify="right")
+    for what, count in Counter(name.rpartition(" ")[0] or name for name in plan.partition_activations).items():
+        table.add_row(what, str(count))
     return [table, Text("")]
 
 

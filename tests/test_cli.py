@@ -355,6 +355,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "mesh": ("replicate=2,shard=4", {"replicate": 2, "shard": 4}),
     "memory_budget": ("0.9", 0.9),
     "recompute": ("full", "full"),
+    "partition_activations": ("True", True),
     "precision": ("bf16", "bf16"),
     "compression": ("powersgd", "powersgd"),
     "compression_rank": ("8", 8),

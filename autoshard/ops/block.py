@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autoshard.ops.part import Making
+
 
 @dataclass(frozen=True)
 class Value:
@@ -49,7 +51,7 @@ class Block:
     backward(sizes, saved, tangents) gives one gradient for each of `gradients`, positions among the input tensors.
     `sizes` and `saved` say where its arguments come from, `tangents` of which results. None: never differentiated.
     outputs: fake tensors, as are `gradient_examples`. repeats: whether forward is known to give the same if it is called again with
-    the same random states.
+    the same random states. makings: of those outputs that are made of input tensors and constants alone; None of others.
     """
 
     inputs: tuple[Value, ...]
@@ -63,6 +65,7 @@ class Block:
     gradients: tuple[int, ...] = ()
     gradient_examples: tuple[Tensor, ...] = field(default=())
     repeats: bool = True
+    makings: tuple[Making | None, ...] = ()
 
 
 _PROCESSOR_STATE, _CUDA_STATE = torch.get_rng_state().numel(), 16  # bytes; of CUDA's a seed and an offset

@@ -4,7 +4,7 @@
 gradient into this process's rows of the mean. `unshard_bucket` and `reduce_bucket` are the same for several
 parameters in one message. `hold` and `add_held` are identities in forward that divert or complete a gradient
 (accumulation without communication); the gradient of `add_held` is `complete_grad`. `replicate_buffers` makes rank 0's values everyone's. `low_rank` (ops/low_rank.py) is an
-identity too, behind which the gradient is the mean already.
+identity too, behind which the gradient is the mean already; `keep_part` and `unshard_part` (ops/part.py) are of saved values.
 
 [Note: Kernels and lowering] The functions of `DEFINITIONS` say what each op is in terms of functional
 collectives. The eager kernels run them, so a graph from which the lowering was left out computes the same;
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.ops import low_rank, packing, wire
+from autoshard.ops import low_rank, packing, part, wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SUM_DIRECT, SUM_SWAPPED, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 
@@ -294,6 +294,7 @@ DEFINITIONS: dict[Any, Callable[..., Any]] = {
     _ops.hold.default: lambda full, holder: full,
     _ops.add_held.default: lambda full, held: full,
     **low_rank.DEFINITIONS,
+    **part.DEFINITIONS,
 }
 # Where each op has the names of its parameters.
 NAMES: dict[Any, int] = {
@@ -302,4 +303,5 @@ NAMES: dict[Any, int] = {
     _ops.unshard_bucket.default: 1,
     _ops.reduce_bucket.default: 1,
     **low_rank.NAMES,
+    **part.NAMES,
 }

@@ -17,6 +17,7 @@ from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
+from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts
 from autoshard.passes.choose_prefetch import choose_prefetch, waits
 from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
@@ -39,8 +40,6 @@ REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows 
 
 
 Axes = tuple[tuple[str, int], ...]
-Forecast = Callable[[Plan], Plan]
-Fit = Callable[[Plan, int], Plan]
 Look = Callable[[Plan, int | None], Plan]
 
 
@@ -65,17 +64,20 @@ def make_plan(
     where: Circumstances,
     forecast: Forecast = lambda plan: plan,
     fit: Fit | None = None,
+    alike: Alike = lambda plan: (),
 ) -> Plan:
     """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not.
 
     forecast: completes a plan's prediction, which has parameters and what belongs to them only. fit: brings a plan into a
-    budget by recomputation, as far as that goes, where that is to be chosen.
+    budget by recomputation, as far as that goes, where that is to be chosen. alike: see `choose_partition`.
     """
     fit = fit if config.recompute == "auto" else None
     plans = at_stages(inventory, config, where)
 
     def whole(plan: Plan) -> Plan:
         return forecast(predict(plan, inventory, config, where))
+
+    fit = fitting_in_parts(fit, alike, whole) if config.partition_activations else fit
 
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_unshard(plan, budget, whole, inventory)
@@ -176,7 +178,7 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None, look: Look) -> Plan:
         return plan
     found, before = fit(plan, budget), plan.predicted.step_seconds
     kept = len(dropped(plan)) - len(dropped(found))
-    if not (found.recompute or kept) or before is None:
+    if not (found.recompute or found.partition_activations or kept) or before is None:
         return found
     more = (found.predicted.step_seconds or 0.0) / before - 1
     found = found.because(f"{', '.join(_what_was_fitted(plan, found, kept, budget))}; {more:+.1%} of a step's time")
@@ -188,6 +190,8 @@ def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterato
     if found.recompute:
         through = f", {len(found.through)} of them from where a region begins" if found.through else ""
         yield f"recompute: {counted(len(found.recompute), 'block', 'blocks')} in backward{through}"
+    if found.partition_activations:
+        yield f"{counted(len(found.partition_activations), 'saved value', 'saved values')} that all processes have alike kept in parts"
     if plan.predicted.footprint > budget:
         yield f"to go from {bytes_text(plan.predicted.footprint)} to {bytes_text(found.predicted.footprint)}"
     if kept:

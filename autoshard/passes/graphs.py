@@ -20,6 +20,7 @@ from autoshard.ops.collectives import Op
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.early import GATHER_EARLY
 from autoshard.ops.layout import Layout
+from autoshard.ops.part import UNSHARD_PART
 from autoshard.passes import choose_blocks
 
 UNSHARD = torch.ops.autoshard.unshard.default
@@ -130,12 +131,17 @@ def serves(node: Node) -> tuple[str, ...]:
 def _communicates(node: Node) -> bool:
     if is_call(node, UNSHARD, UNSHARD_BUCKET):
         return Layout.parse(str(node.args[2 if is_call(node, UNSHARD) else 4])).sharded
-    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY)
+    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY, UNSHARD_PART)
 
 
 def gathers(node: Node) -> bool:
     """Whether a node is a gather of parameters; a model may have some of its own."""
-    return is_call(node, *GATHERS) and "unshard" in node.meta.get("part_of", "")
+    return is_call(node, *GATHERS) and "unshard" in node.meta.get("part_of", "") and not gathers_part(node)
+
+
+def gathers_part(node: Node) -> bool:
+    """Whether a node is the gather of a saved value."""
+    return is_call(node, *GATHERS) and node.meta.get("part_of") == str(UNSHARD_PART)
 
 
 def reduces(node: Node) -> bool:

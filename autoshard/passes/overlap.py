@@ -1,7 +1,8 @@
 """Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later.
 
 With those of two groups on their way the link never waits for the computation, and no more than their buckets are held. Where a
-group's go over several groups of processes, one after the other, each of these counts.
+group's go over several groups of processes, one after the other, each of these counts. The gather of a saved value starts as many groups
+ahead of that which uses it, whose backward begins when the group before it is reduced.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Overlap:
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         self._prefetch(gm, self.ahead or context.plan.ahead)
         if context.phase == "backward":
+            self._prefetch_parts(gm, self.ahead or context.plan.ahead)
             self._wait_late(gm)
         return gm
 
@@ -56,6 +58,17 @@ class Overlap:
                 _move_after(graphs.sources_behind(bucket, target, at), target)
             if i < ahead:
                 head = bucket[-1]
+
+    def _prefetch_parts(self, gm: GraphModule, ahead: int) -> None:
+        first = {node.meta["group"]: node for node in reversed(gm.graph.nodes) if graphs.reduces(node)}
+        begun = list(reversed(first.values()))
+        head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
+        for start in reversed([node for node in gm.graph.nodes if graphs.gathers_part(node)]):
+            at = graphs.positions(gm.graph)
+            before = [node for node in begun if at[node] < at[start]]
+            target = before[-1 - ahead] if len(before) > ahead else head
+            assert target is not None  # what is gathered is an input
+            _move_after(graphs.sources_behind([start], target, at), target)
 
     def _wait_late(self, gm: GraphModule) -> None:
         """Moves the wait of each reduction, and what is done with what it brought, behind the start of a later one or to the

@@ -22,6 +22,7 @@ from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.overlap import Overlap
+from autoshard.passes.partition_activations import PartitionActivations
 from autoshard.passes.plain_repeats import PlainRepeats
 from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
@@ -38,15 +39,15 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, RepeatBlocks, GatherTwice, Bucket, Compress, Lower, Overlap, EarlyGathers,
-        EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
+        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, RepeatBlocks, PartitionActivations, GatherTwice, Bucket, Compress, Lower,
+        Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "widen_held,two_levels,sparse_grads,regather,recompute,repeat_blocks,gather_twice,bucket,compress,lower,overlap,early_gathers,"
-    "early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
+    "widen_held,two_levels,sparse_grads,regather,recompute,repeat_blocks,partition_activations,gather_twice,bucket,compress,lower,"
+    "overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
 

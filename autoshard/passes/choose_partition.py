@@ -1,0 +1,64 @@
+"""Decision: which saved values that every process has alike are kept in parts.
+
+Each is gathered for backward, which takes time on the wire, so as few as bring a step into its budget: those first that take the most for
+the longest, since what forward makes first backward takes last. That stands against computing again, and where neither is enough both
+are done. See [Note: Partitioned activations] in ops/part.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autoshard.passes.partition_activations import Parted
+from autoshard.plan import Plan
+
+Forecast = Callable[[Plan], Plan]
+Fit = Callable[[Plan, int], Plan]
+Alike = Callable[[Plan], Sequence[Parted]]  # a plan's saved values that every process has alike, as forward makes them
+
+
+def better(plan: Plan, than: Plan, budget: int) -> bool:
+    """Whether it fits, and is faster than what fits; or else has the lower peak."""
+    fits, fitted = (p.predicted.footprint <= budget for p in (plan, than))
+    if fits and fitted:
+        return (plan.predicted.step_seconds or 0.0) < (than.predicted.step_seconds or 0.0)
+    return fits or (not fitted and plan.predicted.footprint < than.predicted.footprint)
+
+
+def fitting_in_parts(fit: Fit | None, alike: Alike, forecast: Forecast) -> Fit:
+    """Brings a plan into a budget as `fit` does, or in parts, or by both: the fastest of what fits."""
+
+    def fitted(plan: Plan, budget: int) -> Plan:
+        again = fit(plan, budget) if fit else plan
+        in_parts = choose_partition(plan, budget, alike(plan), forecast)
+        if fit and in_parts.predicted.footprint > budget:
+            in_parts = fit(in_parts, budget)
+        return in_parts if better(in_parts, again, budget) else again
+
+    return fitted
+
+
+def choose_partition(plan: Plan, budget: int, alike: Sequence[Parted], forecast: Forecast) -> Plan:
+    """The plan with as few in parts as fit, by halves of what is left to try; else with all, if its peak is lower so."""
+    names = _by_what_they_hold(alike)
+
+    def with_first(count: int) -> Plan:
+        return forecast(replace(plan, partition_activations=tuple(names[:count])))
+
+    if not names or plan.predicted.footprint <= budget:
+        return plan
+    found, few, most = with_first(len(names)), 1, len(names)
+    if found.predicted.footprint > budget:
+        return found if better(found, plan, budget) else plan
+    while few < most:
+        tried = with_first((few + most) // 2)
+        few, most = (few, (few + most) // 2) if tried.predicted.footprint <= budget else ((few + most) // 2 + 1, most)
+        found = tried if better(tried, found, budget) else found
+    return found
+
+
+def _by_what_they_hold(alike: Sequence[Parted]) -> list[str]:
+    """Their names, by bytes and how long these wait."""
+    held = [value.bytes * (len(alike) - made) for made, value in enumerate(alike)]
+    return [alike[i].name for i in sorted(range(len(alike)), key=lambda i: -held[i])]

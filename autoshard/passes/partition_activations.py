@@ -1,0 +1,114 @@
+"""Rewrite: saved values that every process has alike are kept in parts. See [Note: Partitioned activations] in ops/part.py.
+
+Which are alike [Note: Alike] in `makings` says. What takes memory in any case (parameters, gathered copies, and their views) is left as
+it is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autoshard import torch_internals
+from autoshard.dtypes import LEGAL, dtype_named
+from autoshard.ops.layout import Layout
+from autoshard.ops.part import KEEP_PART, UNSHARD_PART, order_in_memory
+from autoshard.passes import graphs
+from autoshard.passes.base import Context, Stage
+from autoshard.passes.makings import makings_of_parameters
+
+_PARTED = "kept_in_parts"  # in the meta of what backward takes, and, by position, of what forward returns
+_TRAVELS = (*map(dtype_named, LEGAL), torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)  # by every transport
+ALL = "all"  # in the place of names in a plan
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A value that is kept in parts. name: the same on all processes that make it in the same way. bytes: of all parts."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PartitionActivations:
+    name: ClassVar[str] = "partition_activations"
+    stage: ClassVar[Stage] = "split"
+    requires: ClassVar[frozenset[str]] = frozenset({"names"})
+    provides: ClassVar[frozenset[str]] = frozenset()
+    bitwise: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule, context: Context) -> GraphModule:
+        if context.phase == "forward":
+            _keep_parts(gm, context)
+        elif context.phase == "backward":
+            for node in gm.graph.find_nodes(op="placeholder"):
+                if _PARTED in node.meta:
+                    _gather(node, context)
+        return gm
+
+
+def mark_alike(forward: GraphModule, backward: GraphModule, results: int, context: Context) -> None:
+    """Names, in both halves, the saved values that are to be kept in parts: the only thing that one half alone cannot tell. results: of
+    forward, in front of what it saves. Where no parameter is taken, no other process need come to the graph."""
+    wanted = context.plan.partition_activations
+    if not wanted or context.plan.leaves_alone or not context.parameters:
+        return
+    outputs: Sequence[Any] = forward.graph.output_node().args[0]  # type: ignore[assignment]
+    saved = {node: i for i, node in enumerate(outputs) if i >= results}
+    taken = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if n.users}
+    marks = forward.graph.output_node().meta.setdefault(_PARTED, {})
+    for node, made in makings_of_parameters(forward).items():
+        name = f"{made.op} {tuple(graphs.example(node).shape)} {made.digest}" if node in saved else ""
+        if name and node.name in taken and _lies_alone(node) and (name in wanted or ALL in wanted):
+            marks[saved[node]] = taken[node.name].meta[_PARTED] = Parted(name, graphs.example(node).nbytes)
+
+
+def parted(forward: GraphModule) -> dict[int, Parted]:
+    """What a forward keeps in parts, as it is made, by position in what it returns."""
+    return forward.graph.output_node().meta.get(_PARTED, {})  # type: ignore[no-any-return]
+
+
+def _lies_alone(value: Node) -> bool:
+    """Whether it takes memory that nothing else holds, without gaps, and can be sent."""
+    made = value
+    while made.target is operator.getitem or torch_internals.is_view(made.target):
+        made = made.args[0]  # type: ignore[assignment]
+    held = made.op == "placeholder" or graphs.is_call(made, *graphs.LOGICAL)
+    example = graphs.example(value)
+    return not held and example.dtype in _TRAVELS and order_in_memory(example) is not None
+
+
+def _keep_parts(forward: GraphModule, context: Context) -> None:
+    output = forward.graph.output_node()
+    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for i in parted(forward):
+        whole = outputs[i]
+        with forward.graph.inserting_after(whole):
+            arguments = whole, order_in_memory(graphs.example(whole)), context.plan.world, context.rank
+            outputs[i] = forward.graph.call_function(KEEP_PART, arguments)
+        outputs[i].meta["val"] = graphs.example(whole).new_empty(-(-graphs.example(whole).numel() // context.plan.world))
+        torch_internals.rename(outputs[i], f"{whole.name}_part")
+    output.args = (tuple(outputs) if isinstance(output.args[0], tuple) else outputs,)
+
+
+def _gather(taken: Node, context: Context) -> None:
+    """What comes as a part becomes whole in front of its first use."""
+    whole, users = graphs.example(taken), list(taken.users)
+    at, plan = graphs.positions(taken.graph), context.plan
+    layout = Layout(context.everyone, plan.world, (), "", plan.world, direct=plan.direct or plan.direct_sums)
+    with taken.graph.inserting_before(min(users, key=at.__getitem__)):
+        arguments = taken, list(whole.shape), order_in_memory(whole), str(layout), taken.meta[_PARTED].name
+        gathered = taken.graph.call_function(UNSHARD_PART, arguments)
+    gathered.meta["val"] = whole
+    taken.meta["val"] = whole.new_empty(-(-math.prod(whole.shape) // plan.world))
+    torch_internals.rename(taken, f"{taken.name}_part")
+    taken.target = taken.name
+    for user in users:
+        user.replace_input_with(taken, gathered)
