@@ -84,7 +84,7 @@ class Forecaster:
     _written: Known = field(default_factory=Known)
     _usual: dict[Key, Rehearsed] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
-    _alone: dict[int, list[Option]] = field(default_factory=dict)
+    _alone: dict[Key, dict[str, Option]] = field(default_factory=dict)
     _holds: dict[Key, tuple[Held, tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

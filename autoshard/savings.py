@@ -73,7 +73,7 @@ class Savings:
     simulate_alone: Callable[[Listed], Step]
     seconds_of: Callable[[Operation], float]
     copies: Mapping[str, Copies]
-    known: dict[int, list[Option]]
+    known: dict[tuple[object, ...], dict[str, Option]]
 
     def blocks(self, plan: Plan) -> list[Block]:
         """The model's blocks in the order of forward, each with all that it could save."""
@@ -83,13 +83,16 @@ class Savings:
         joint = {name: policies for name, policies in found.items() if name not in alone}
         usual = _measured(self.usual, {*joint, *alone}, plan.stacks)
         options = {name: {"none": seen} for name, seen in usual.items()}
-        for name, policies in self._together(joint, set(options), plan.stacks).items():
+        there = {} if self.prepared.kinds else self._saved_in_place(alone, plan.stacks)
+        for name, policies in self._together({**joint, **{name: [it] for name, it in there.items()}}, set(options), plan.stacks).items():
             options[name] |= {policy: usual[name].moved(seen) for policy, seen in policies.items()}
         for kind in apart:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
-            by_itself = self._alone(kind, policies_there, plan.stacks)
+            by_itself = self._alone(kind, policies_there, {there[name] for name in kind.names if name in there}, plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
-                options[name] = {option.policy: usual[name].shifted(option, by_itself[0]) for option in by_itself}
+                same = there.get(name, "none")
+                beside = options[name].get(same, usual[name])
+                options[name] |= {policy: beside.shifted(seen, by_itself[same]) for policy, seen in by_itself.items() if policy != "none"}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
 
     def _together(self, found: Mapping[str, Sequence[str]], names: Set[str], stacks: Collection[str]) -> dict[str, dict[str, _Seen]]:
@@ -161,15 +164,27 @@ class Savings:
     def _number(self, size: Size) -> int:
         return self.prepared.captured.open.number(size)
 
-    def _alone(self, kind: Kind, policies: Sequence[str], stacks: Collection[str]) -> list[Option]:
-        """Of a block by itself: the first is torch's own choice. policies: those of the whole graph, if the block is a part of it."""
-        key = id(kind.joint)
+    def _saved_in_place(self, names: Set[str], stacks: Collection[str]) -> dict[str, str]:
+        """What is saved of these blocks where nothing is chosen, as policies. torch may part the whole graph otherwise than a block alone,
+        so blocks alone and in their place are compared by a policy."""
+        joint, found = self.prepared.joint.graph, dict[str, str]()
+        usual = {_made_by(n) for n in joint.graph.nodes if n.name in self.kept}  # of which backward may have taken views
+        for name, values in values_of_blocks(joint, backward_of(joint), stacks).items():
+            keys = [key for key, n in operations(calls_of(name, values)[0]).items() if n in usual]
+            if name in names:
+                found[str(name)] = " ".join(["save", *keys]) if keys else "full"
+        return found
+
+    def _alone(self, kind: Kind, policies: Sequence[str], more: set[str], stacks: Collection[str]) -> dict[str, Option]:
+        """Of a block by itself, by policy: "none" is torch's own choice. policies: those of the whole graph, if the block is a part of it;
+        more: others that are wanted."""
+        key = id(kind.joint), *policies, *sorted(more)
         if key not in self.known:
             usual = self.prepared.cut_kind(kind, "none")
             policies = policies or next(iter(self.candidates(kind.joint.graph, kept_of(usual), stacks).values()), ())
             joint = self.prepared.listed_kind(kind)
-            listed = {"none": usual.listed} | {policy: joint.alone(policy) for policy in policies}
-            self.known[key] = [self._option(policy, halves) for policy, halves in listed.items()]
+            listed = {"none": usual.listed} | {policy: joint.alone(policy) for policy in (*policies, *sorted(more.difference(policies)))}
+            self.known[key] = {policy: self._option(policy, halves) for policy, halves in listed.items()}
         return self.known[key]
 
     def _option(self, policy: str, listed: Listed) -> Option:
@@ -245,20 +260,24 @@ def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str,
             back[name] = back.get(name, (i, i))[0], i
     peaks: dict[tuple[str, str], int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
-    for i, name in enumerate(_inherited(block, before)):
+    halves = [o.half for o in operations]
+    for i, name in enumerate(_running(block, halves, list(before))):
         begins, ends = back.get(name, (0, -1))  # between two calls' backwards their parameters' gradients are added up
         where = "inside" if block[i] == name or begins <= i <= ends else "between" if i < begins else "after"
         peaks[name, where] = max(peaks[name, where], step.totals[i] - before.get(name, 0))
-        seconds[name] += step.seconds[i]
+        seconds[block[i] if block[i] in before else name] += step.seconds[i]  # type: ignore[index]
     return {n: _Seen(saved[n], peaks[n, "inside"], peaks[n, "between"], peaks[n, "after"], seconds[n]) for n in before}
 
 
-def _inherited(block: Sequence[str | None], names: Collection[str]) -> Iterator[str]:
-    """What belongs to no block is counted with the one before it; what is before all, with the first."""
-    current = next(iter(names), "")
-    for name in block:
-        current = name if name is not None and name in names else current
-        yield current
+def _running(block: Sequence[str | None], halves: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """The block that a step is at, by operations: what belongs to none is counted with the one before it; what is before all, with the
+    first. Forward goes on from one to the next, and what generated code does of an earlier one at its end finds there what all of them
+    saved; so does what backward begins with."""
+    rank = {name: i for i, name in enumerate(names)}
+    current = 0
+    for name, half in zip(block, halves):
+        current = rank.get(name or "", current) if half == "backward" else max(current, rank.get(name or "", 0))
+        yield names[current] if names else ""
 
 
 def kept_of(cut: Rehearsed) -> set[str]:

@@ -156,6 +156,15 @@ BUDGETED: dict[str, Callable[[], Contender]] = {
     f"autoshard3_{how}": partial(autoshard_zero, 3, memory_budget=79_800_000, recompute=how) for how in ("none", "auto")
 }
 
+# Where memory has no room for all that is saved, of a model whose weights are made of factors (see partition_activations.py).
+_SCARCE: dict[str, Any] = {"memory_budget": 70_000_000}
+PARTED: dict[str, Callable[[], Contender]] = {
+    "autoshard0": partial(autoshard_zero, 0),
+    "autoshard0_again": partial(autoshard_zero, 0, **_SCARCE),
+    "autoshard0_parts": partial(autoshard_zero, 0, **_SCARCE, recompute="none", partition_activations=True),
+    "autoshard0_either": partial(autoshard_zero, 0, **_SCARCE, partition_activations=True),
+}
+
 # Where gradients are compressed.
 COMPRESSIONS: dict[str, Callable[[], Contender]] = {
     "ddp_fp16": partial(ddp_hooked, "fp16"),
@@ -166,7 +175,7 @@ COMPRESSIONS: dict[str, Callable[[], Contender]] = {
 }
 
 
-POSSIBLE = CONTENDERS | HIERARCHIES | EARLY | BUDGETED | COMPRESSIONS
+POSSIBLE = CONTENDERS | HIERARCHIES | EARLY | BUDGETED | PARTED | COMPRESSIONS
 
 
 def side_of(name: str) -> str:

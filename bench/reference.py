@@ -36,6 +36,46 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **without, use_cache=False))
 
 
+class Product(nn.Module):
+    """A weight that is made of two factors at each call, as by a small network that writes weights."""
+
+    def __init__(self, rows: int, columns: int, rank: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(rows, rank) / rank), nn.Parameter(torch.randn(rank, columns) / 4)
+
+    def forward(self) -> Tensor:
+        return torch.tanh(self.left @ self.right)
+
+
+class Pair(nn.Module):
+    """A block of two products."""
+
+    def __init__(self, hidden: int, inner: int, rank: int) -> None:
+        super().__init__()
+        self.up, self.down = Product(hidden, inner, rank), Product(inner, hidden, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(x @ self.up()) @ self.down()
+
+
+class Factored(nn.Module):
+    """Such blocks between an embedding and a head."""
+
+    def __init__(self, hidden: int, inner: int, rank: int, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList(Pair(hidden, inner, rank) for _ in range(layers))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        from transformers.modeling_outputs import CausalLMOutput
+
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(nn.functional.layer_norm(x, x.shape[-1:]))
+        return CausalLMOutput(loss=nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+
 @dataclass(frozen=True)
 class Reference:
     """A model. words: what it is. parameters: about how many. inside: share of them in blocks; the rest need not be gathered
@@ -57,6 +97,10 @@ MODELS = {
     ),
     "llama27m": Reference(
         "a Llama of 27 M fp32 parameters (8 layers, hidden 512)", 27.3e6, 0.92, lambda: _llama(512, 1376, 8), lambda m: m.model.layers
+    ),
+    "factored": Reference(
+        "a model of 2.5 M fp32 parameters, 6 blocks of two weights of 256 x 1024 that are products of factors of rank 96", 2.52e6, 0.58,
+        lambda: Factored(256, 1024, 96, 6), lambda m: m.layers,
     ),
 }
 CHOSEN = MODELS[os.environ.get("BENCH_MODEL", "llama")]

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import run as side_by_side  # noqa: E402
+from reference import MODELS  # noqa: E402
 from report import rate_text  # noqa: E402
 from worker import Measured  # noqa: E402
 
@@ -22,7 +23,7 @@ from worker import Measured  # noqa: E402
 @dataclass(frozen=True)
 class Comparison:
     """What is compared. file: of the results, in bench/results, and of the bench. base: whose step the others' are divided by. pause:
-    milliseconds in which a loop does something else after each step. memory: peaks are measured too."""
+    milliseconds in which a loop does something else after each step. memory: peaks are measured too. model: of reference.py."""
 
     file: str
     title: str
@@ -32,6 +33,7 @@ class Comparison:
     per_host: int = 1
     pause: int = 0
     memory: bool = False
+    model: str = "llama"
 
 
 def _rows(measured: Sequence[Measured], base: str, mbit: int, peaks: Mapping[str, Measured]) -> list[str]:
@@ -55,7 +57,7 @@ def main(compared: Comparison, doc: str | None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     asked = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix=f"autoshard-{compared.file}-"))
-    driver = side_by_side.Driver("llama", asked.hosts, asked.rounds, scratch, True, 1800.0, asked.per_host)
+    driver = side_by_side.Driver(compared.model, asked.hosts, asked.rounds, scratch, True, 1800.0, asked.per_host)
     lines: list[str] = []
     try:
         peaks = driver.memory(compared.names) if compared.memory else {}
@@ -70,13 +72,17 @@ def main(compared: Comparison, doc: str | None) -> int:
     return 1 if driver.failures else 0
 
 
+def _model(name: str) -> str:
+    return "the small Llama of docs/performance.md" if name == "llama" else MODELS[name].words
+
+
 def _write(compared: Comparison, asked: argparse.Namespace, lines: Sequence[str]) -> None:
     machine = side_by_side.machine("network namespaces")
     processes = "one process" if asked.per_host == 1 else f"{asked.per_host} processes"
     text = "\n".join([
         f"# {compared.title}\n",
         f"{machine.cpu}, {machine.cores} cores, {asked.hosts} hosts of {processes}, torch {machine.torch}, gloo, {machine.date}.",
-        f"Written by `python bench/{compared.file}.py`: the small Llama of docs/performance.md, medians of {asked.rounds} rounds on the",
+        f"Written by `python bench/{compared.file}.py`: {_model(compared.model)}, medians of {asked.rounds} rounds on the",
         f"slowest process, and of the rounds' own ratios to {compared.base}; the loss after all steps."
         + (" *Peak*: in MB (10^6 bytes), of a job of each by itself." if compared.memory else "")
         + (f" After each step {compared.pause} ms pass that do not count." if compared.pause else "")

@@ -18,7 +18,8 @@ from autoshard.first_call import warned_of_rounding
 from autoshard.forecast import Forecaster
 from autoshard.ops.part import KEEP_PART, order_in_memory
 from autoshard.passes import graphs
-from autoshard.passes.partition_activations import parted
+from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.passes.partition_activations import Parted, parted
 from autoshard.plan import Plan
 from autoshard.planning import forecaster
 from tests.cluster import Cluster as Processes
@@ -26,7 +27,7 @@ from tests.parity import rank0_copy, whole
 from tests.peaks import above_held, grown_in_a_step
 from tests.small import backward_of_all, config, in_full, same, step_each, what_is_said
 
-WIDTH, WIDE, LENGTH = 64, 300, 9
+WIDTH, WIDE, LENGTH, BLOCKS = 64, 300, 9, 3
 
 
 class Layer(nn.Module):
@@ -57,7 +58,7 @@ class Wide(nn.Module):
 class Factored(nn.Module):
     """Blocks between two wide weights, with a bias that depends on positions and lies otherwise than it is shaped."""
 
-    def __init__(self, blocks: int = 6) -> None:
+    def __init__(self, blocks: int = BLOCKS) -> None:
         super().__init__()
         self.first, self.last = Wide(), Wide()
         self.places, self.layers = nn.Embedding(33, 2), nn.ModuleList(Layer() for _ in range(blocks))
@@ -80,7 +81,7 @@ def batch(rank: int = 0, length: int = LENGTH) -> Tensor:
 
 
 @functools.cache
-def forecasts(world: int = 2, zero: int = 0, codegen: str = "eager", blocks: int = 6) -> Forecaster:
+def forecasts(world: int = 2, zero: int = 0, codegen: str = "eager", blocks: int = BLOCKS) -> Forecaster:
     return forecaster(Factored(blocks), (batch(),), config(zero, codegen=codegen), hosts(world), None)
 
 
@@ -88,18 +89,26 @@ def hosts(world: int) -> Cluster:
     return Cluster(world, 1, DEVICES["cpu"])
 
 
-def planned(world: int = 2, zero: int = 0, blocks: int = 6, **options: Any) -> Plan:
-    return autoshard.plan(Factored(blocks), (batch(),), config(zero, **options), hosts(world))
+def planned(world: int = 2, zero: int = 0, codegen: str = "eager", blocks: int = BLOCKS, **options: Any) -> Plan:
+    """As `autoshard.plan` makes it, of a model that is captured once."""
+    foreseen, options = forecasts(world, zero, codegen, blocks), {"codegen": codegen, **options}
+    where = Circumstances(hosts(world), options.get("memory_budget"))
+    return make_plan(foreseen.captured.inventory, config(zero, **options), where, foreseen, foreseen.fit, foreseen.alike)
 
 
 # Which values
 
 
-def kept_by(model: nn.Module, *inputs: Tensor, dynamic: bool = False) -> list[int]:
-    """Bytes of the saved values that are found to be alike."""
+def found_in(model: nn.Module, x: Tensor, dynamic: bool = False, world: int = 2) -> list[Parted]:
+    """The saved values that are found to be alike."""
     options = config(0)
-    foreseen = forecaster(model, inputs, options, hosts(2), None, open=dynamic)
-    return [value.bytes for value in foreseen.alike(autoshard.plan(model, inputs, options, hosts(2)))]
+    foreseen = forecaster(model, (x,), options, hosts(world), None, open=dynamic)
+    return foreseen.alike(make_plan(foreseen.captured.inventory, options, Circumstances(hosts(world), None)))
+
+
+def kept_by(model: nn.Module, x: Tensor, dynamic: bool = False) -> list[int]:
+    """The bytes of each."""
+    return [value.bytes for value in found_in(model, x, dynamic)]
 
 
 class Scaled(nn.Module):
@@ -137,15 +146,12 @@ def test_what_has_an_open_size_is_left_whole() -> None:
 
 def test_the_name_of_a_part_says_how_its_value_is_made() -> None:
     def names(model: nn.Module, x: Tensor) -> list[str]:
-        options = config(0)
-        foreseen = forecaster(model, (x,), options, hosts(2), None)
-        plan = autoshard.plan(model, (x,), options, hosts(2))
-        return [value.name for value in foreseen.alike(plan)]
+        return [value.name for value in found_in(model, x)]
 
     x = torch.randn(9, 8)
     assert names(Scaled("a number"), x) == names(Scaled("a number"), torch.randn(7, 8))
     assert names(Scaled("a number"), x) != names(Scaled("a number", 3.0), x)
-    short, long = (set(names(Factored(), batch(length=length))) for length in (LENGTH, 22))
+    short, long = (set(names(Factored(1), batch(length=length))) for length in (LENGTH, 22))
     assert short & long == {name for name in short if name.startswith(f"tanh ({WIDTH}, ")} and short - long
 
 
@@ -185,13 +191,11 @@ def test_each_part_is_gathered_beside_what_is_computed_before_its_use() -> None:
     assert all(at[next(iter(start.users))] > at[start] + 3 for start in gathers[1:])
     outputs: Any = cut.forward.graph.output_node().args[0]
     sizes = sorted(graphs.example(outputs[i]).numel() for i in parted(cut.forward))
-    assert sizes[-8:] == [WIDTH * WIDTH // 2] * 6 + [WIDTH * WIDE // 2] * 2 and len(gathers) == len(sizes)
+    assert sizes[-2 - BLOCKS :] == [WIDTH * WIDTH // 2] * BLOCKS + [WIDTH * WIDE // 2] * 2 and len(gathers) == len(sizes)
 
 
-def test_evaluation_and_one_process_keep_nothing_in_parts() -> None:
-    alone = autoshard.plan(Factored(), (batch(),), config(0), hosts(1))
-    foreseen = forecaster(Factored(), (batch(),), config(0), hosts(1), None)
-    assert foreseen.alike(alone) == []
+def test_one_process_keeps_nothing_in_parts() -> None:
+    assert found_in(Factored(1), batch(), world=1) == []
 
 
 # The choice
@@ -225,7 +229,8 @@ def test_it_stands_against_computing_again() -> None:
     assert both < min(again, parts)
     chosen = planned(partition_activations=True, memory_budget=usual.predicted.footprint - 1)
     assert chosen.recompute and not chosen.partition_activations
-    chosen = planned(partition_activations=True, memory_budget=both)
+    options = config(0, partition_activations=True, memory_budget=both)
+    chosen = autoshard.plan(Factored(), (batch(),), options, hosts(2))
     assert chosen.recompute and chosen.partition_activations and chosen.predicted.footprint <= both
 
 
@@ -243,7 +248,7 @@ def trained(plan: Plan, codegen: str, steps: int, options: dict[str, Any]) -> tu
     """Losses, gradients and parameters; and how far gradients are from the mean of all processes'."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # other parameters on each process: rank 0's must win
-    model = Factored(options.get("blocks", 6))
+    model = Factored(options.get("blocks", BLOCKS))
     plain = rank0_copy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
     compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, codegen=codegen, replicate_below="auto")))

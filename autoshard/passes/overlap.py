@@ -1,8 +1,8 @@
 """Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later.
 
 With those of two groups on their way the link never waits for the computation, and no more than their buckets are held. Where a
-group's go over several groups of processes, one after the other, each of these counts. The gather of a saved value starts as many groups
-ahead of that which uses it, whose backward begins when the group before it is reduced.
+group's go over several groups of processes, one after the other, each of these counts. Gathers of saved values start as many of these
+ahead, but no sooner than as many groups, of which one's backward begins when that of the one before is reduced: there may be few of them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Overlap:
                 head = bucket[-1]
 
     def _prefetch_parts(self, gm: GraphModule, ahead: int) -> None:
+        parts = [node for node in gm.graph.nodes if graphs.gathers_part(node)]
         first = {node.meta["group"]: node for node in reversed(gm.graph.nodes) if graphs.reduces(node)}
-        begun = list(reversed(first.values()))
-        head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
-        for start in reversed([node for node in gm.graph.nodes if graphs.gathers_part(node)]):
+        begun, head = list(reversed(first.values())), next(reversed(gm.graph.find_nodes(op="placeholder")), None)
+        for i, start in reversed(list(enumerate(parts))):
             at = graphs.positions(gm.graph)
             before = [node for node in begun if at[node] < at[start]]
-            target = before[-1 - ahead] if len(before) > ahead else head
-            assert target is not None  # what is gathered is an input
+            limits = [head, *before[-1 - ahead :][:1], *(next(iter(part.users)) for part in parts[max(0, i - ahead) : i][:1])]
+            target = max((limit for limit in limits if limit is not None), key=at.__getitem__)
             _move_after(graphs.sources_behind([start], target, at), target)
 
     def _wait_late(self, gm: GraphModule) -> None:
