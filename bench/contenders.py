@@ -157,7 +157,7 @@ BUDGETED: dict[str, Callable[[], Contender]] = {
 }
 
 # Where memory has no room for all that is saved, of a model whose weights are made of factors (see partition_activations.py).
-_SCARCE: dict[str, Any] = {"memory_budget": 70_000_000}
+_SCARCE: dict[str, Any] = {"memory_budget": 66_000_000}
 PARTED: dict[str, Callable[[], Contender]] = {
     "autoshard0": partial(autoshard_zero, 0),
     "autoshard0_again": partial(autoshard_zero, 0, **_SCARCE),

@@ -338,7 +338,7 @@ def grown_by_plan(plan: Plan, codegen: str) -> int:
     return grown_in_a_step(lambda: compiled(batch(dist.get_rank())), optimizer)
 
 
-@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+@pytest.mark.parametrize("codegen", [in_full("eager"), "inductor"])
 def test_measured_peaks_are_those_foreseen(two: Processes, codegen: str) -> None:
     foreseen, usual = forecasts(codegen=codegen), planned(codegen=codegen)
     some = tuple(value.name for value in foreseen.alike(usual) if value.bytes >= LARGE)
@@ -348,7 +348,7 @@ def test_measured_peaks_are_those_foreseen(two: Processes, codegen: str) -> None
         peaks.append(above_held(plan.predicted))
         for measured in two.run(grown_by_plan, plan, codegen):
             assert abs(measured - peaks[-1]) <= 0.03 * peaks[-1], (parts, measured, peaks)
-    assert peaks[0] > peaks[1] > peaks[2]
+    assert peaks[0] >= peaks[1] > peaks[2]
 
 
 def gathered_alone(plan: Plan) -> bool:

@@ -65,5 +65,6 @@ UNSHARD_PART = define(
     lambda *args: _unshard_part(*args).clone(), _fake_unshard_part,
 )
 
-DEFINITIONS: dict[Any, Callable[..., Any]] = {KEEP_PART: _keep_part, UNSHARD_PART: _unshard_part}
+# Not the other: of operators of torch's own generated code makes a view, which holds the whole.
+DEFINITIONS: dict[Any, Callable[..., Any]] = {UNSHARD_PART: _unshard_part}
 NAMES: dict[Any, int] = {UNSHARD_PART: 4}
