@@ -55,7 +55,7 @@ class Pair(nn.Module):
         self.up, self.down = Product(hidden, inner, rank), Product(inner, hidden, rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(x @ self.up()) @ self.down()
+        return x + nn.functional.gelu(x @ self.up()) @ self.down()
 
 
 class Factored(nn.Module):
