@@ -130,6 +130,7 @@ def _differentiable(
         return None
     gradients = _keep_gradients(backward, inputs)
     outputs: Sequence[Node] = forward.graph.output_node().args[0]  # type: ignore[assignment]
+    makings = tuple(map(makings_of_inputs(forward).get, outputs))  # generating code may change the graph
     repeats = all(is_repeatable(n) for n in forward.graph.nodes if n.op == "call_function")
     return Block(
         inputs=inputs,
@@ -143,7 +144,7 @@ def _differentiable(
         gradients=gradients,
         gradient_examples=_examples(backward),
         repeats=repeats,
-        makings=tuple(map(makings_of_inputs(forward).get, outputs)),
+        makings=makings,
     )
 
 

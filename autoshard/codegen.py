@@ -41,7 +41,7 @@ from autoshard.passes.expand_unshards import expand_unshards
 from autoshard.passes.keep_overwritten import keep_overwritten
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import COPIES, FIXED, POLICY
-from autoshard.passes.partition_activations import mark_alike
+from autoshard.passes.partition_activations import gathers_of_parts, mark_alike
 from autoshard.passes.regather import keep_mixed
 from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
@@ -178,7 +178,8 @@ class Compilation:
         halves = self._cut(self._joint(joint, self.context), inputs, **kwargs)
         mark_alike(*halves, kwargs["num_fwd_outputs"], self.context)
         if self.collectives is not None:
-            self.collectives.note(*map(graphs.collectives, halves))
+            forward, backward = map(graphs.collectives, halves)
+            self.collectives.note(forward, [*backward, *gathers_of_parts(halves[0])])
         return halves
 
     def _joint(self, gm: GraphModule, context: Context) -> GraphModule:
@@ -281,6 +282,8 @@ class Compilation:
             "reorder_for_peak_memory": False,
             "reorder_for_locality": False,
         }
+        if self.context.plan.partition_activations:
+            patches["shape_padding"] = False  # which each GPU decides by measuring: values would be made in other ways
         return torch_internals.compile_with_inductor(gm, self._whole(inputs), inner, patches, self._kept)
 
     @property

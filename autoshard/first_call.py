@@ -26,7 +26,7 @@ from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
 from autoshard.cost_model.collectives import table_name
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, all_like
-from autoshard.errors import ConfigError, ShardingError, UnsupportedError, first_line
+from autoshard.errors import ConfigError, PlanError, ShardingError, UnsupportedError, first_line
 from autoshard.family import Family, members_of, used_in
 from autoshard.forecast import Forecaster
 from autoshard.heap import alive
@@ -219,8 +219,9 @@ class FirstCall:
         }
 
     def _decide(self, inventory: Inventory, statements: list[Statement], rate: float | None = None) -> Plan:
-        pinned = self.config.resolved_plan()
+        pinned, kinds = self.config.resolved_plan(), [s["_arithmetic"] for s in statements]
         if pinned is not None:
+            refuse_parts_of_unlike(pinned, kinds)
             return pinned
         states, hosts = [optimizers.states_of(o) for o in self.optimizers], [s["_host"] for s in statements]
         shared = device_of(self.model).type == "cpu" and processes.said_of_this_node() is None
@@ -234,8 +235,8 @@ class FirstCall:
         config = self.config
         if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
             config = replace(config, replicate_below=0)
-        config, kinds = _without_nodes(config, hosts, where.cluster.per_node), [s["_arithmetic"] for s in statements]
-        if len(set(kinds)) > 1:
+        config = _without_nodes(config, hosts, where.cluster.per_node)
+        if len(set(kinds)) > 1 or isinstance(self.model, Family):  # whose copies share a graph
             config = replace(config, partition_activations=False)
         alike: Alike = forecast.alike if forecast else lambda _: ()
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit, alike))
@@ -243,7 +244,8 @@ class FirstCall:
 
     def _chooses(self) -> bool:
         """Whether something depends on how much a step takes: nothing is simulated for its own sake here."""
-        limited = self.config.memory_budget is not None and (self.config.recompute == "auto" or self.config.zero == 3 or self.config.partition_activations)
+        chooses = self.config.recompute == "auto" or self.config.zero == 3 or self.config.partition_activations
+        limited = self.config.memory_budget is not None and chooses
         return limited or (self.config.zero == "auto" and self.world.size > 1)
 
     def _of_family(self, plan: Plan) -> Plan:
@@ -253,7 +255,9 @@ class FirstCall:
             return plan
         if plan.early:
             plan = plan.because("early_gathers: blocks that are compiled one by one each start with gathers, and take none early")
-        plan = keeping_none(replace(plan, stacks=(), partition_activations=()))  # which have other names in a block's graph
+        if self.config.partition_activations:
+            plan = plan.because("partition_activations: blocks that are compiled one by one share a graph, and keep nothing in parts")
+        plan = keeping_none(replace(plan, stacks=()))  # which have other names in a block's graph
         return replace(plan, recompute=(("", plan.recompute[0][1]),)) if plan.recompute else plan
 
     def _early(self, plan: Plan) -> Early | None:
@@ -331,6 +335,15 @@ def least_free(statements: Sequence[Statement], shared: bool) -> int:
     together."""
     sharers = Counter(s["_host"] for s in statements) if shared else Counter[str]()
     return min(int(s["_free"]) // max(1, sharers[s["_host"]]) + int(s["_held"]) for s in statements)
+
+
+def refuse_parts_of_unlike(plan: Plan, kinds: Sequence[str]) -> None:
+    """Of a value that processes round differently each would bring another part. kinds: of each rank's arithmetic."""
+    if plan.partition_activations and len(set(kinds)) > 1:
+        raise PlanError(
+            f"plan: partition_activations on {', '.join(sorted(set(kinds)))}, which round differently; legal: a plan without, or processes "
+            "on processors of one kind"
+        )
 
 
 def warned_of_rounding(plan: Plan, kinds: Sequence[str], partitions: bool = False) -> Plan:

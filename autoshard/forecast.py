@@ -186,8 +186,8 @@ class Forecaster:
         return min(best, *lowest_plans, key=lambda p: (p.predicted.footprint, p.predicted.step_seconds or 0.0))
 
     def alike(self, plan: Plan) -> list[Parted]:
-        """What could be kept in parts, as forward makes it."""
-        cut = self._rehearsed(replace(plan, recompute=(), partition_activations=(ALL,)))
+        """What could be kept in parts of what the plan saves, as forward makes it."""
+        cut = self._rehearsed(replace(plan, partition_activations=(ALL,)))
         return list(parted(cut.forward).values())
 
     def _with(self, plan: Plan, blocks: Sequence[Block], taken: Sequence[Option]) -> Plan:

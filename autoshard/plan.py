@@ -334,7 +334,8 @@ class Plan:
     def summary(self) -> str:
         """In a few words: "ZeRO-3 over 8 processes, with recomputation"."""
         over = f" over {self.part} processes" if self.part else ""
-        return f"ZeRO-{self.stage}{over}{', with recomputation' if self.recompute else ''}"
+        again = ", with recomputation" if self.recompute else ""
+        return f"ZeRO-{self.stage}{over}{again}{', values in parts' if self.partition_activations else ''}"
 
     @property
     def leaves_alone(self) -> bool:

@@ -11,7 +11,6 @@ step's peak; so there is a fill, too: the point but for the last smaller value b
 
 from __future__ import annotations
 
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from autoshard import torch_internals
 from autoshard.cost_model.program import Operation, Piece, Program
 from autoshard.cost_model.sizes import Size, bytes_of
 from autoshard.cost_model.step_memory import Listed
@@ -88,9 +86,10 @@ class Savings:
             options[name] |= {policy: usual[name].moved(seen) for policy, seen in policies.items()}
         for kind in apart:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
-            by_itself = self._alone(kind, policies_there, {there[name] for name in kind.names if name in there}, plan.stacks)
+            counted_alike = {name: there[name] for name in kind.names if name in there and found.get(name) == policies_there}
+            by_itself = self._alone(kind, policies_there, set(counted_alike.values()), plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
-                same = there.get(name, "none")
+                same = counted_alike.get(name, "none")
                 beside = options[name].get(same, usual[name])
                 options[name] |= {policy: beside.shifted(seen, by_itself[same]) for policy, seen in by_itself.items() if policy != "none"}
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
@@ -139,7 +138,7 @@ class Savings:
         return {name: self._candidates(calls_of(name, nodes)[0], wanted, kept) for name, nodes in found.items() if name}
 
     def _candidates(self, nodes: Sequence[Node], wanted: set[Node], kept: Set[str]) -> list[str]:
-        usual = {_made_by(n) for n in nodes if n.name in kept}
+        usual = {graphs.made_by(n) for n in nodes if n.name in kept}
         found = {key: n for key, n in operations(nodes).items() if n in wanted and (kind_of(n) in _COSTLY or n in usual)}
         saved, own = set(found.values()), set(nodes)
         sizes = {key: self._bytes_kept(n, wanted) for key, n in found.items()}
@@ -158,7 +157,7 @@ class Savings:
     def _seconds_again(self, node: Node, own: set[Node], saved: set[Node]) -> float:
         """Of computing it from what is saved and what enters the block."""
         again = own - saved
-        chain = graphs.reached([node], lambda n: again.intersection(map(_made_by, n.all_input_nodes)))
+        chain = graphs.reached([node], lambda n: again.intersection(map(graphs.made_by, n.all_input_nodes)))
         return sum(self.seconds_of(Operation(n, "forward", (), ())) for n in chain)
 
     def _number(self, size: Size) -> int:
@@ -168,7 +167,7 @@ class Savings:
         """What is saved of these blocks where nothing is chosen, as policies. torch may part the whole graph otherwise than a block alone,
         so blocks alone and in their place are compared by a policy."""
         joint, found = self.prepared.joint.graph, dict[str, str]()
-        usual = {_made_by(n) for n in joint.graph.nodes if n.name in self.kept}  # of which backward may have taken views
+        usual = {graphs.made_by(n) for n in joint.graph.nodes if n.name in self.kept}  # of which backward may have taken views
         for name, values in values_of_blocks(joint, backward_of(joint), stacks).items():
             keys = [key for key, n in operations(calls_of(name, values)[0]).items() if n in usual]
             if name in names:
@@ -290,13 +289,6 @@ def _most_common(policies: Mapping[str, Sequence[str]], names: Iterable[str]) ->
     """Of alike blocks in one graph the first may have more: what is the same for all of them is computed there."""
     counted = Counter(tuple(policies.get(name, ())) for name in names)
     return counted.most_common(1)[0][0]
-
-
-def _made_by(node: Node) -> Node:
-    """The operation whose result it is, or is a view of."""
-    while node.target is operator.getitem or torch_internals.is_view(node.target):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _saves_state(repeated: Node) -> bool:

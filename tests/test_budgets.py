@@ -91,7 +91,6 @@ def test_the_peak_follows_the_budget(name: str, codegen: Codegen) -> None:
         assert measured <= budget * 1.001 and measured <= before * 1.001
 
 
-@pytest.mark.full
 class Rectified(torch.nn.Module):
     """Before a wide head. Inductor computes the masks of all blocks' activations when forward ends."""
 
@@ -126,6 +125,7 @@ def test_no_more_is_computed_again_than_a_budget_needs() -> None:
         assert (found.predicted.step_seconds or 0) <= 1.001 * (first.predicted.step_seconds or 0), (count, found.recompute)
 
 
+@pytest.mark.full
 def test_a_budget_decides_and_says_so() -> None:
     x = inputs(64)
     plain = autoshard.plan(Stack(), x, Config(codegen="eager", recompute="none"))

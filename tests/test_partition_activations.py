@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
-from autoshard.first_call import warned_of_rounding
+from autoshard.errors import PlanError
+from autoshard.first_call import refuse_parts_of_unlike, warned_of_rounding
 from autoshard.forecast import Forecaster
 from autoshard.ops.part import KEEP_PART, order_in_memory
 from autoshard.passes import graphs
@@ -239,13 +240,18 @@ def test_processes_that_round_differently_have_nothing_alike() -> None:
     assert warned_of_rounding(plan, ["avx2", "avx2"], True) == plan
     assert any("round differently" in why for why in warned_of_rounding(plan, ["avx2", "avx512"], True).why)
     assert not any("round" in why for why in warned_of_rounding(plan, ["avx2", "avx512"]).why)
+    refuse_parts_of_unlike(replace(plan, partition_activations=ALL), ["avx2", "avx2"])
+    with pytest.raises(PlanError, match="partition_activations on avx2, avx512, which round differently"):
+        refuse_parts_of_unlike(replace(plan, partition_activations=ALL), ["avx512", "avx2"])
+    with pytest.raises(PlanError, match=r"partition_activations: 'all' is not legal; legal: names of saved values, or \['all'\]"):
+        replace(plan, partition_activations="all")
 
 
 # On processes
 
 
 def trained(plan: Plan, codegen: str, steps: int, options: dict[str, Any]) -> tuple[list[Tensor], float]:
-    """Losses, gradients and parameters; and how far gradients are from the mean of all processes'."""
+    """Losses, gradients and parameters; and how far gradients are from the mean of all processes'. What the plan says is kept in parts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # other parameters on each process: rank 0's must win
     model = Factored(options.get("blocks", BLOCKS))
@@ -270,6 +276,8 @@ def trained(plan: Plan, codegen: str, steps: int, options: dict[str, Any]) -> tu
         far = max(far, *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(own, theirs, strict=True)))
         seen += [loss.detach(), *(g.clone() for g in own)]
         step_each(*optimizers)
+    cuts = sum(run.changed.get(str(KEEP_PART), 0) for run in autoshard.report(model).passes)
+    assert bool(cuts) is bool(plan.partition_activations), cuts
     return [*seen, *(whole(p.detach()).clone() for p in model.parameters())], far
 
 
@@ -283,6 +291,16 @@ def test_numbers_are_those_without(two: Processes, zero: int, options: dict[str,
     plain = two.run(trained, plan, "eager", 3, options)
     for (ours, far), (theirs, _) in zip(two.run(trained, replace(plan, partition_activations=ALL), "eager", 3, options), plain):
         assert same(ours, theirs) and far < 1e-5
+
+
+@pytest.mark.full
+def test_numbers_of_blocks_that_are_compiled_alone(two: Processes) -> None:
+    """Named, as the plan was made: generating code changes a block's graph."""
+    plan = planned(codegen="inductor", blocks=8)
+    names = tuple(value.name for value in forecasts(codegen="inductor", blocks=8).alike(plan))
+    for _, far in two.run(trained, replace(plan, partition_activations=names), "inductor", 2, {"blocks": 8}):
+        assert far < 1e-4
+    assert len(names) > 8
 
 
 @pytest.mark.parametrize("recompute", ["none", in_full("full")])
@@ -329,6 +347,44 @@ def test_a_value_of_another_size_is_refused_before_anything_runs(two: Processes)
     weights = tuple(value.name for value in forecasts().alike(planned()) if value.bytes >= WEIGHT)
     for said in two.run(other_lengths, replace(planned(), partition_activations=weights)):
         assert said == "nothing", said
+
+
+def other_counts(plan: Plan) -> str:
+    """What is said where one process has a batch less inside of `no_sync`, whose backwards communicate nothing but parts."""
+    model = Factored()
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
+
+    def step() -> None:
+        with autoshard.no_sync(model):
+            for _ in range(2 + dist.get_rank()):
+                compiled(batch()).backward()
+        compiled(batch()).backward()
+
+    return what_is_said(step)
+
+
+def test_a_backward_that_others_have_not_is_refused(two: Processes) -> None:
+    for said in two.run(other_counts, replace(planned(), partition_activations=ALL)):
+        assert said.startswith("DisagreementError"), said
+
+
+def other_numbers(plan: Plan) -> str:
+    """What is said where a number of Python's is another one on each process."""
+    model = Scaled("a number", 2.0 + dist.get_rank())
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
+    return what_is_said(lambda: compiled(torch.randn(9, 8)).backward())
+
+
+def test_a_value_that_is_made_otherwise_is_refused(two: Processes) -> None:
+    plan = autoshard.plan(Scaled("a number"), torch.randn(9, 8), config(0), hosts(2))
+    for said in two.run(other_numbers, replace(plan, partition_activations=ALL)):
+        assert said.startswith("DisagreementError"), said
+
+
+def test_names_that_a_graph_does_not_have_are_warned_of() -> None:
+    foreseen, plan = forecasts(), planned()
+    with pytest.warns(UserWarning, match=r"does not save 'tanh \(3, 3\) 0', .* legal here: .*tanh \(64, 64\)"):
+        foreseen._rehearsed(replace(plan, partition_activations=("tanh (3, 3) 0",)))
 
 
 def grown_by_plan(plan: Plan, codegen: str) -> int:

@@ -32,7 +32,7 @@ class Context:
 
     parameters: the name of each graph input that is a parameter, by position, of the traced and joint graphs.
     buffers: positions of graph inputs that are buffers of the model.
-    everyone: process group of all processes, of which this is the one of that rank. phase: which graph this is, at stages "split" and "code". fuses: the device that
+    everyone: process group of all processes. rank: this one's. phase: which graph this is, at stages "split" and "code". fuses: the device that
     kernels are generated for; None where none are. early: where gathers may start when the optimizer has stepped.
     """
 

@@ -33,10 +33,16 @@ def fitting_in_parts(fit: Fit | None, alike: Alike, forecast: Forecast) -> Fit:
         again = fit(plan, budget) if fit else plan
         in_parts = choose_partition(plan, budget, alike(plan), forecast)
         if fit and in_parts.predicted.footprint > budget:
-            in_parts = fit(in_parts, budget)
+            in_parts = _as_saved(fit(in_parts, budget), alike)
         return in_parts if better(in_parts, again, budget) else again
 
     return fitted
+
+
+def _as_saved(plan: Plan, alike: Alike) -> Plan:
+    """Without the values that it computes again."""
+    saved = {value.name for value in alike(plan)}
+    return replace(plan, partition_activations=tuple(name for name in plan.partition_activations if name in saved))
 
 
 def choose_partition(plan: Plan, budget: int, alike: Sequence[Parted], forecast: Forecast) -> Plan:

@@ -202,7 +202,7 @@ def _reason(name: str, plan: Plan, chosen: str, budget: int | None) -> str:
     """What there is to say of a plan. chosen: why it was; "": it was not."""
     predicted = plan.predicted
     memory = bytes_text(predicted.footprint) + (" at most" if predicted.place else " and activations")
-    memory += " with recomputation" if plan.recompute else ""
+    memory += _with(plan)
     text = f"{name}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""
     if chosen:
@@ -210,6 +210,12 @@ def _reason(name: str, plan: Plan, chosen: str, budget: int | None) -> str:
     if budget is not None and predicted.footprint > budget:
         return text + f" ({bytes_text(predicted.footprint - budget)} over the budget)"
     return text
+
+
+def _with(plan: Plan) -> str:
+    """What else a stage is with."""
+    others = ["recomputation"] * bool(plan.recompute) + ["values in parts"] * bool(plan.partition_activations)
+    return f" with {' and '.join(others)}" if others else ""
 
 
 def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, where: Circumstances) -> None:
@@ -224,7 +230,7 @@ def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, w
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
         f"ZeRO-{least.stage} on {counted(least.world, 'process', 'processes')}"
-        f"{' with recomputation' if least.recompute else ''}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
+        f"{_with(least)}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
         f"Cheapest fix: {_fix(least, inventory, config, where)}"
     )
 

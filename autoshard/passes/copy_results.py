@@ -21,7 +21,6 @@ from autoshard.ops.layout import Layout
 from autoshard.passes import graphs
 
 _CLONE = torch.ops.aten.clone.default
-_SAME = (graphs.HOLD, graphs.ADD_HELD, graphs.LOW_RANK)  # identities in forward
 
 
 def copy_results(gm: GraphModule) -> None:
@@ -35,7 +34,7 @@ def _lies_in_whole(node: Node) -> bool:
     if graphs.is_call(node, graphs.UNSHARD):
         return not Layout.parse(str(node.args[2])).sharded
     same = node.target is operator.getitem or torch_internals.is_view(node.target)
-    return (same or graphs.is_call(node, *_SAME)) and isinstance(node.args[0], Node) and _lies_in_whole(node.args[0])
+    return (same or graphs.is_call(node, *graphs.IDENTITIES)) and isinstance(node.args[0], Node) and _lies_in_whole(node.args[0])
 
 
 def _copied(node: Node) -> Node:

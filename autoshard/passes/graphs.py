@@ -37,6 +37,7 @@ REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK, BLOCK_BACKWARD = torch.ops.autoshard.block.default, torch.ops.autoshard.block_backward.default
 RANDOM_STATE, REPEAT_BLOCK = torch.ops.autoshard.random_state.default, torch.ops.autoshard.repeat_block.default
 LOGICAL = frozenset(logical.DEFINITIONS)
+IDENTITIES = (HOLD, ADD_HELD, LOW_RANK)  # in forward, of their first input
 TRANSFORMS = ("vmap", "grad", "jvp")
 
 WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is written to, until it is lowered
@@ -131,7 +132,7 @@ def serves(node: Node) -> tuple[str, ...]:
 def _communicates(node: Node) -> bool:
     if is_call(node, UNSHARD, UNSHARD_BUCKET):
         return Layout.parse(str(node.args[2 if is_call(node, UNSHARD) else 4])).sharded
-    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY, UNSHARD_PART)
+    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY)
 
 
 def gathers(node: Node) -> bool:
@@ -211,6 +212,13 @@ def reached(nodes: Iterable[Node], steps: Callable[[Node], Iterable[Node]]) -> s
         found |= more
         todo.extend(more)
     return found
+
+
+def made_by(node: Node) -> Node:
+    """The operation whose result it is, or is a view of."""
+    while node.target is operator.getitem or torch_internals.is_view(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def follows_another(gather: Node) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard import torch_internals
 from autoshard.cost_model.work import op_name
@@ -25,7 +25,6 @@ from autoshard.ops.part import Making
 from autoshard.passes import graphs
 from autoshard.passes.recompute import draws
 
-_SAME = (graphs.HOLD, graphs.ADD_HELD, graphs.LOW_RANK)  # as their first input in forward
 _SPACES = ("aten", "prims")
 Makings = dict[Node, Making]
 
@@ -56,7 +55,7 @@ def _makings(gm: GraphModule, given: Mapping[Node, Making]) -> Makings:
             found[node] = made
         elif _gives_the_same(node) and found.keys() >= set(node.all_input_nodes):
             sources = [found[source] for source in node.all_input_nodes]
-            found[node] = Making(op_name(node), digest([node.target, *_described(node, found)]), _of_all(sources))
+            found[node] = Making(op_name(node), digest([node.target, _described(node, found)]), _of_all(sources))
     return found
 
 
@@ -79,7 +78,7 @@ def _of_all(makings: Iterable[Making]) -> frozenset[int]:
 
 
 def _same_as_first(node: Node, found: Makings) -> Making | None:
-    first: Any = node.args[0] if graphs.is_call(node, *_SAME) else None
+    first: Any = node.args[0] if graphs.is_call(node, *graphs.IDENTITIES) else None
     return found.get(first)
 
 
@@ -90,13 +89,14 @@ def _gives_the_same(node: Node) -> bool:
     schema = torch_internals.schema_of(node.target)
     if getattr(node.target, "namespace", "") not in _SPACES or schema is None or schema.is_mutable:
         return False
-    sizes = [size for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor) for size in value.shape]
-    return "empty" not in op_name(node) and not draws(node.target) and all(isinstance(size, int) for size in sizes)
+    return "empty" not in op_name(node) and not draws(node.target) and all(map(_is_of_known_size, tree_leaves(node.meta.get("val"))))
 
 
-def _described(node: Node, found: Makings) -> Iterator[str]:
-    for leaf in (*tree_leaves(node.args), *node.kwargs, *tree_leaves(tuple(node.kwargs.values()))):
-        if isinstance(leaf, Node):
-            yield found[leaf].digest
-        else:  # each process has a GPU of its own
-            yield leaf.type if isinstance(leaf, torch.device) else repr(leaf)
+def _is_of_known_size(value: Any) -> bool:
+    return isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+
+
+def _described(node: Node, found: Makings) -> str:
+    """A call's arguments; each process has a GPU of its own."""
+    arguments = tree_map(lambda a: a.type if isinstance(a, torch.device) else a, (node.args, node.kwargs))
+    return graphs.arguments_text(arguments, lambda n: found[n].digest)

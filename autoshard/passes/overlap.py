@@ -66,7 +66,7 @@ class Overlap:
         for i, start in reversed(list(enumerate(parts))):
             at = graphs.positions(gm.graph)
             before = [node for node in begun if at[node] < at[start]]
-            limits = [head, *before[-1 - ahead :][:1], *(next(iter(part.users)) for part in parts[max(0, i - ahead) : i][:1])]
+            limits = [head, *before[-1 - ahead : -ahead], *(next(iter(part.users)) for part in parts[:i][-ahead:][: i >= ahead])]
             target = max((limit for limit in limits if limit is not None), key=at.__getitem__)
             _move_after(graphs.sources_behind([start], target, at), target)
 

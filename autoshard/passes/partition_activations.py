@@ -7,8 +7,8 @@ it is.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.dtypes import LEGAL, dtype_named
+from autoshard.ops.collectives import Op
 from autoshard.ops.layout import Layout
-from autoshard.ops.part import KEEP_PART, UNSHARD_PART, order_in_memory
+from autoshard.ops.part import KEEP_PART, UNSHARD_PART, Making, order_in_memory
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.makings import makings_of_parameters
@@ -56,18 +57,40 @@ class PartitionActivations:
 
 def mark_alike(forward: GraphModule, backward: GraphModule, results: int, context: Context) -> None:
     """Names, in both halves, the saved values that are to be kept in parts: the only thing that one half alone cannot tell. results: of
-    forward, in front of what it saves. Where no parameter is taken, no other process need come to the graph."""
+    forward, in front of what it saves. Where no parameter is taken, no other process need come to the graph; where a model is in several
+    graphs, alike modules share one, which may have been traced for another of them on each process."""
     wanted = context.plan.partition_activations
-    if not wanted or context.plan.leaves_alone or not context.parameters:
+    if not wanted or context.plan.leaves_alone or not context.parameters or context.plan.covered < 1:
         return
     outputs: Sequence[Any] = forward.graph.output_node().args[0]  # type: ignore[assignment]
-    saved = {node: i for i, node in enumerate(outputs) if i >= results}
+    saved = {node: i for i, node in enumerate(outputs) if i >= results and node not in outputs[:results]}
     taken = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if n.users}
+    makings = {n: made for n, made in makings_of_parameters(forward).items() if n in saved and n.name in taken}
+    there = {_named(n, made): n for n, made in makings.items() if _can_be_parted(n, saved, context.plan.world)}
     marks = forward.graph.output_node().meta.setdefault(_PARTED, {})
-    for node, made in makings_of_parameters(forward).items():
-        name = f"{made.op} {tuple(graphs.example(node).shape)} {made.digest}" if node in saved else ""
-        if name and node.name in taken and _lies_alone(node) and (name in wanted or ALL in wanted):
+    for name, node in there.items():
+        if name in wanted or ALL in wanted:
             marks[saved[node]] = taken[node.name].meta[_PARTED] = Parted(name, graphs.example(node).nbytes)
+    if not marks and ALL not in wanted:
+        _say_that_none_is_there(wanted, there)
+
+
+def _named(node: Node, made: Making) -> str:
+    return f"{made.op} {tuple(graphs.example(node).shape)} {made.digest}"
+
+
+def _say_that_none_is_there(wanted: Sequence[str], there: Collection[str]) -> None:
+    """Their sizes may depend on a batch's, or the plan be of another version of torch; it would be seen in the peak alone."""
+    warnings.warn(
+        f"partition_activations: this graph does not save {wanted[0]!r}, or any other value that the plan keeps in parts: its peak will be "
+        f"higher; legal here: {', '.join(there) or 'none'}",
+        stacklevel=2,
+    )
+
+
+def gathers_of_parts(forward: GraphModule) -> list[Op]:
+    """What backward will communicate for these, before it has the gathers."""
+    return [(str(UNSHARD_PART), (value.name,)) for value in parted(forward).values()]
 
 
 def parted(forward: GraphModule) -> dict[int, Parted]:
@@ -75,14 +98,13 @@ def parted(forward: GraphModule) -> dict[int, Parted]:
     return forward.graph.output_node().meta.get(_PARTED, {})  # type: ignore[no-any-return]
 
 
-def _lies_alone(value: Node) -> bool:
-    """Whether it takes memory that nothing else holds, without gaps, and can be sent."""
-    made = value
-    while made.target is operator.getitem or torch_internals.is_view(made.target):
-        made = made.args[0]  # type: ignore[assignment]
-    held = made.op == "placeholder" or graphs.is_call(made, *graphs.LOGICAL)
-    example = graphs.example(value)
-    return not held and example.dtype in _TRAVELS and order_in_memory(example) is not None
+def _can_be_parted(value: Node, saved: Container[Node], world: int) -> bool:
+    """Whether it takes memory that nothing else holds, without gaps, and can be sent, with something for each process, as parameters are."""
+    made, example = graphs.made_by(value), graphs.example(value)
+    held = made.op == "placeholder" or graphs.is_call(made, *graphs.LOGICAL) or (made is not value and made in saved)
+    devices = {graphs.example(n).device for n in value.graph.find_nodes(op="call_function", target=graphs.UNSHARD)}
+    sent = example.dtype in _TRAVELS and example.numel() >= world and example.device in devices
+    return not held and sent and order_in_memory(example) is not None
 
 
 def _keep_parts(forward: GraphModule, context: Context) -> None:
