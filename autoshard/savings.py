@@ -86,7 +86,7 @@ class Savings:
             options[name] |= {policy: usual[name].moved(seen) for policy, seen in policies.items()}
         for kind in apart:
             policies_there = () if self.prepared.kinds else _most_common(found, kind.names)
-            counted_alike = {name: there[name] for name in kind.names if name in there and found.get(name) == policies_there}
+            counted_alike = {name: there[name] for name in kind.names if name in there and tuple(found[name]) == policies_there}
             by_itself = self._alone(kind, policies_there, set(counted_alike.values()), plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
                 same = counted_alike.get(name, "none")
