@@ -160,8 +160,8 @@ BUDGETED: dict[str, Callable[[], Contender]] = {
 PARTED: dict[str, Callable[[], Contender]] = {
     "autoshard0": partial(autoshard_zero, 0),
     "autoshard0_parts": partial(autoshard_zero, 0, memory_budget=76_000_000, recompute="none", partition_activations=True),
-    "autoshard0_again": partial(autoshard_zero, 0, memory_budget=62_000_000),
-    "autoshard0_both": partial(autoshard_zero, 0, memory_budget=62_000_000, partition_activations=True),
+    "autoshard0_again": partial(autoshard_zero, 0, memory_budget=76_000_000),
+    "autoshard0_either": partial(autoshard_zero, 0, memory_budget=76_000_000, partition_activations=True),
 }
 
 # Where gradients are compressed.

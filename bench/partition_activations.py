@@ -1,10 +1,10 @@
-"""Stage 0 under budgets that are less than what a step takes, of a model that saves weights which it makes of parameters.
+"""Stage 0 under a budget that is less than what a step takes, of a model that saves weights which it makes of parameters.
 
     python bench/partition_activations.py [--rates 0,1000] [--hosts 2]
 
-With `partition_activations=True` such weights may be kept in parts, one on each process: in a budget of 76 MB nothing else is done
-(`_parts`). In one of 62 MB values are computed again (`_again`), or what the plan chooses of both (`_both`). All contenders take turns
-in one job, as in bench/run.py; the peak of each is measured in a job of its own.
+The budget is 76 MB. With `partition_activations=True` such weights may be kept in parts, one on each process (`_parts`: nothing else is
+done); without, values are computed again (`_again`); `_either` is what the plan chooses of both. All contenders take turns in one job, as
+in bench/run.py; the peak of each is measured in a job of its own.
 Writes bench/results/partition_activations.md.
 """
 

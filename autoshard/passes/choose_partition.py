@@ -13,6 +13,7 @@ from dataclasses import replace
 from autoshard.passes.partition_activations import Parted
 from autoshard.plan import Plan
 
+WORTH = 1.02  # times a step's time: nearer than that, one that sends less is as likely to be faster
 Forecast = Callable[[Plan], Plan]
 Fit = Callable[[Plan, int], Plan]
 Alike = Callable[[Plan], Sequence[Parted]]  # a plan's saved values that every process has alike, as forward makes them
@@ -34,9 +35,15 @@ def fitting_in_parts(fit: Fit | None, alike: Alike, forecast: Forecast) -> Fit:
         in_parts = choose_partition(plan, budget, alike(plan), forecast)
         if fit and in_parts.predicted.footprint > budget:
             in_parts = _as_saved(fit(in_parts, budget), alike)
-        return in_parts if better(in_parts, again, budget) else again
+        return in_parts if better(in_parts, again, budget) and _pays(in_parts, again, budget) else again
 
     return fitted
+
+
+def _pays(plan: Plan, than: Plan, budget: int) -> bool:
+    """Whether it fits where the other does not, or is faster by more than such a difference is foreseen to."""
+    seconds, others = (p.predicted.step_seconds or 0.0 for p in (plan, than))
+    return than.predicted.footprint > budget or WORTH * seconds < others
 
 
 def _as_saved(plan: Plan, alike: Alike) -> Plan:
