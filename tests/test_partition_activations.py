@@ -19,6 +19,7 @@ from autoshard.first_call import refuse_parts_of_unlike, warned_of_rounding
 from autoshard.forecast import Forecaster
 from autoshard.ops.part import KEEP_PART, order_in_memory
 from autoshard.passes import graphs
+from autoshard.passes.choose_partition import fitting_in_parts
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.partition_activations import Parted, parted
 from autoshard.plan import Plan
@@ -233,6 +234,16 @@ def test_it_stands_against_computing_again() -> None:
     options = config(0, partition_activations=True, memory_budget=both)
     chosen = autoshard.plan(Factored(), (batch(),), options, hosts(2))
     assert chosen.recompute and chosen.partition_activations and chosen.predicted.footprint <= both
+
+
+@pytest.mark.parametrize(("again", "is_worth"), [(1.01, False), (1.03, True)])
+def test_messages_have_to_spare_more_than_next_to_nothing(again: float, is_worth: bool) -> None:
+    def foreseen(seconds: float, taken: int, parts: tuple[str, ...] = ()) -> Plan:
+        usual = planned()
+        return replace(usual, predicted=replace(usual.predicted, memory={"activations": taken}, seconds={"compute": seconds}), partition_activations=parts)
+
+    fitted = fitting_in_parts(lambda plan, _: foreseen(again, 50), lambda _: [Parted("a", 8)], lambda plan: foreseen(1.0, 50, plan.partition_activations))
+    assert bool(fitted(foreseen(0.9, 200), 100).partition_activations) is is_worth
 
 
 def test_processes_that_round_differently_have_nothing_alike() -> None:
