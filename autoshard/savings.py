@@ -89,9 +89,7 @@ class Savings:
             counted_alike = {name: there[name] for name in kind.names if name in there and tuple(found[name]) == policies_there}
             by_itself = self._alone(kind, policies_there, set(counted_alike.values()), plan.stacks)
             for name in usual.keys() & set(kind.names):  # generated code may have made one a part of another
-                same = counted_alike.get(name, "none")
-                beside = options[name].get(same, usual[name])
-                options[name] |= {policy: beside.shifted(seen, by_itself[same]) for policy, seen in by_itself.items() if policy != "none"}
+                options[name] = _in_place(options[name], by_itself, counted_alike.get(name, "none"))
         return [Block(name, tuple(self._options(name, found))) for name, found in options.items()]
 
     def _together(self, found: Mapping[str, Sequence[str]], names: Set[str], stacks: Collection[str]) -> dict[str, dict[str, _Seen]]:
@@ -241,6 +239,15 @@ class _Seen:
         """What an option of the block alone makes of the block in its place; usual: what it is alone where this is it in its place."""
         saved, inside, seconds = alone.saved - usual.saved, alone.peak - usual.peak, alone.seconds - usual.seconds
         return self.moved(_Seen(saved, inside, saved, 0, seconds))
+
+
+def _in_place(seen: Mapping[str, _Seen], alone: Mapping[str, Option], there: str) -> dict[str, _Seen]:
+    """What a block's options make of it in its place. seen: some of them there, "none" first. there: a policy by which as much is saved as
+    by "none" in its place; where a block alone saves something else by "none", the two are off by that."""
+    off = {policy: seen[policy].saved - alone[policy].saved for policy in seen if policy in alone}
+    base = there if abs(off.get(there, off["none"]) - off["none"]) > LITTLE * seen["none"].saved else "none"
+    by_it = {policy: seen[base].shifted(option, alone[base]) for policy, option in alone.items() if policy != "none"}
+    return {"none": seen["none"], **by_it}
 
 
 def _measured(step: Step, names: Set[str], stacks: Collection[str]) -> dict[str, _Seen]:

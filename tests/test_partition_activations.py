@@ -295,8 +295,9 @@ def trained(plan: Plan, codegen: str, steps: int, options: dict[str, Any]) -> tu
 OPTIONS: list[dict[str, Any]] = [{}, {"waits": True}, {"evaluates": True}, {"evaluates": True, "other": 17}]
 
 
-@pytest.mark.parametrize("zero", [0, in_full(1), in_full(2), 3])
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1], in_full(OPTIONS[2]), in_full(OPTIONS[3])])
+@pytest.mark.parametrize(
+    ("zero", "options"), [(0, OPTIONS[0]), (3, OPTIONS[1]), *(in_full(zero, options) for zero in range(4) for options in OPTIONS)]
+)
 def test_numbers_are_those_without(two: Processes, zero: int, options: dict[str, Any]) -> None:
     plan = planned(zero=zero)
     plain = two.run(trained, plan, "eager", 3, options)
@@ -337,7 +338,8 @@ def test_numbers_on_inductor(two: Processes) -> None:
         assert far < 1e-5
 
 
-@pytest.mark.parametrize("recompute", ["full", in_full("selective")])
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_numbers_beside_recomputation(two: Processes, recompute: str) -> None:
     plan = planned(zero=3, recompute=recompute)
     plain = two.run(trained, plan, "eager", 2, {})
@@ -386,6 +388,7 @@ def other_numbers(plan: Plan) -> str:
     return what_is_said(lambda: compiled(torch.randn(9, 8)).backward())
 
 
+@pytest.mark.full
 def test_a_value_that_is_made_otherwise_is_refused(two: Processes) -> None:
     plan = autoshard.plan(Scaled("a number"), torch.randn(9, 8), config(0), hosts(2))
     for said in two.run(other_numbers, replace(plan, partition_activations=ALL)):
