@@ -315,7 +315,8 @@ def test_numbers_of_blocks_that_are_compiled_alone(two: Processes) -> None:
     assert len(names) > 8
 
 
-@pytest.mark.parametrize("recompute", ["none", in_full("full")])
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_numbers_of_blocks_that_are_graphs_of_their_own(two: Processes, recompute: str) -> None:
     plan, blocks = planned(zero=3, blocks=8, recompute=recompute), {"blocks": 8}
     plain = two.run(trained, plan, "eager", 2, blocks)
