@@ -412,14 +412,13 @@ def grown_by_plan(plan: Plan, codegen: str) -> int:
 @pytest.mark.parametrize("codegen", [in_full("eager"), "inductor"])
 def test_measured_peaks_are_those_foreseen(two: Processes, codegen: str) -> None:
     foreseen, usual = forecasts(codegen=codegen), planned(codegen=codegen)
-    some = tuple(value.name for value in foreseen.alike(usual) if value.bytes >= LARGE)
     peaks = []
-    for parts in ((), some, ALL):
+    for parts in ((), ALL):
         plan = foreseen(replace(usual, partition_activations=parts))
         peaks.append(above_held(plan.predicted))
         for measured in two.run(grown_by_plan, plan, codegen):
             assert abs(measured - peaks[-1]) <= 0.03 * peaks[-1], (parts, measured, peaks)
-    assert peaks[0] >= peaks[1] > peaks[2]
+    assert peaks[0] > peaks[1]
 
 
 def gathered_alone(plan: Plan) -> bool:
