@@ -39,6 +39,11 @@ def order_in_memory(value: Tensor) -> list[int] | None:
     return order if value.permute(order).is_contiguous() else None
 
 
+def like_part(whole: Tensor, size: int) -> Tensor:
+    """An empty tensor as each of so many processes keeps one of this value."""
+    return whole.new_empty(-(-whole.numel() // size))
+
+
 def _keep_part(whole: Tensor, order: Sequence[int], size: int, rank: int) -> Tensor:
     flat = whole.permute(list(order)).reshape(-1)
     part = -(-flat.numel() // size)

@@ -32,7 +32,7 @@ def fitting_in_parts(fit: Fit | None, alike: Alike, forecast: Forecast) -> Fit:
 
     def fitted(plan: Plan, budget: int) -> Plan:
         again = fit(plan, budget) if fit else plan
-        in_parts = choose_partition(plan, budget, alike(plan), forecast)
+        in_parts = choose_partition(plan, budget, alike, forecast)
         if fit and in_parts.predicted.footprint > budget:
             in_parts = _as_saved(fit(in_parts, budget), alike)
         return in_parts if better(in_parts, again, budget) and _pays(in_parts, again, budget) else again
@@ -52,21 +52,22 @@ def _as_saved(plan: Plan, alike: Alike) -> Plan:
     return replace(plan, partition_activations=tuple(name for name in plan.partition_activations if name in saved))
 
 
-def choose_partition(plan: Plan, budget: int, alike: Sequence[Parted], forecast: Forecast) -> Plan:
+def choose_partition(plan: Plan, budget: int, alike: Alike, forecast: Forecast) -> Plan:
     """The plan with as few in parts as fit, by halves of what is left to try; else with all, if its peak is lower so."""
-    names = _by_what_they_hold(alike)
+    names = _by_what_they_hold(alike(plan)) if plan.predicted.footprint > budget else []
 
     def with_first(count: int) -> Plan:
         return forecast(replace(plan, partition_activations=tuple(names[:count])))
 
-    if not names or plan.predicted.footprint <= budget:
+    if not names:
         return plan
     found, few, most = with_first(len(names)), 1, len(names)
     if found.predicted.footprint > budget:
         return found if better(found, plan, budget) else plan
     while few < most:
-        tried = with_first((few + most) // 2)
-        few, most = (few, (few + most) // 2) if tried.predicted.footprint <= budget else ((few + most) // 2 + 1, most)
+        count = (few + most) // 2
+        tried = with_first(count)
+        few, most = (few, count) if tried.predicted.footprint <= budget else (count + 1, most)
         found = tried if better(tried, found, budget) else found
     return found
 

@@ -6,20 +6,20 @@ it is.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.dtypes import LEGAL, dtype_named
 from autoshard.ops.collectives import Op
 from autoshard.ops.layout import Layout
-from autoshard.ops.part import KEEP_PART, UNSHARD_PART, Making, order_in_memory
+from autoshard.ops.part import KEEP_PART, UNSHARD_PART, Making, like_part, order_in_memory
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.makings import makings_of_parameters
@@ -63,10 +63,16 @@ def mark_alike(forward: GraphModule, backward: GraphModule, results: int, contex
     if not wanted or context.plan.leaves_alone or not context.parameters or context.plan.covered < 1:
         return
     outputs: Sequence[Any] = forward.graph.output_node().args[0]  # type: ignore[assignment]
-    saved = {node: i for i, node in enumerate(outputs) if i >= results and node not in outputs[:results]}
+    saved = {node: i for i, node in enumerate(outputs) if i >= results}
+    for result in outputs[:results]:  # which the caller holds
+        saved.pop(result, None)
     taken = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if n.users}
     makings = {n: made for n, made in makings_of_parameters(forward).items() if n in saved and n.name in taken}
-    there = {_named(n, made): n for n, made in makings.items() if _can_be_parted(n, saved, context.plan.world)}
+    devices = {graphs.example(n).device for n in graphs.calls(forward, graphs.UNSHARD)}
+    there = {
+        _named(n, made): n for n, made in makings.items()
+        if not _is_held(n, saved) and _can_be_sent(graphs.example(n), context.plan.world, devices)
+    }
     marks = forward.graph.output_node().meta.setdefault(_PARTED, {})
     for name, node in there.items():
         if name in wanted or ALL in wanted:
@@ -98,13 +104,16 @@ def parted(forward: GraphModule) -> dict[int, Parted]:
     return forward.graph.output_node().meta.get(_PARTED, {})  # type: ignore[no-any-return]
 
 
-def _can_be_parted(value: Node, saved: Container[Node], world: int) -> bool:
-    """Whether it takes memory that nothing else holds, without gaps, and can be sent, with something for each process, as parameters are."""
-    made, example = graphs.made_by(value), graphs.example(value)
-    held = made.op == "placeholder" or graphs.is_call(made, *graphs.LOGICAL) or (made is not value and made in saved)
-    devices = {graphs.example(n).device for n in value.graph.find_nodes(op="call_function", target=graphs.UNSHARD)}
-    sent = example.dtype in _TRAVELS and example.numel() >= world and example.device in devices
-    return not held and sent and order_in_memory(example) is not None
+def _is_held(value: Node, saved: Container[Node]) -> bool:
+    """Whether something else holds its memory in any case."""
+    made = graphs.made_by(value)
+    return made.op == "placeholder" or graphs.is_call(made, *graphs.LOGICAL) or (made is not value and made in saved)
+
+
+def _can_be_sent(example: Tensor, world: int, devices: Container[torch.device]) -> bool:
+    """Whether each of so many processes would have something of it, and it goes as parameters on these devices do."""
+    there = example.numel() >= world and order_in_memory(example) is not None
+    return there and example.dtype in _TRAVELS and example.device in devices
 
 
 def _keep_parts(forward: GraphModule, context: Context) -> None:
@@ -115,7 +124,7 @@ def _keep_parts(forward: GraphModule, context: Context) -> None:
         with forward.graph.inserting_after(whole):
             arguments = whole, order_in_memory(graphs.example(whole)), context.plan.world, context.rank
             outputs[i] = forward.graph.call_function(KEEP_PART, arguments)
-        outputs[i].meta["val"] = graphs.example(whole).new_empty(-(-graphs.example(whole).numel() // context.plan.world))
+        outputs[i].meta["val"] = like_part(graphs.example(whole), context.plan.world)
         torch_internals.rename(outputs[i], f"{whole.name}_part")
     output.args = (tuple(outputs) if isinstance(output.args[0], tuple) else outputs,)
 
@@ -129,7 +138,7 @@ def _gather(taken: Node, context: Context) -> None:
         arguments = taken, list(whole.shape), order_in_memory(whole), str(layout), taken.meta[_PARTED].name
         gathered = taken.graph.call_function(UNSHARD_PART, arguments)
     gathered.meta["val"] = whole
-    taken.meta["val"] = whole.new_empty(-(-math.prod(whole.shape) // plan.world))
+    taken.meta["val"] = like_part(whole, plan.world)
     torch_internals.rename(taken, f"{taken.name}_part")
     taken.target = taken.name
     for user in users:
