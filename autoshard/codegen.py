@@ -157,8 +157,7 @@ class Compilation:
         graphs.recompute_views(joint.graph)
         if policy != "none":
             recompute.tag(joint.graph, self.context.plan.stacks, lambda block: policy if block else "none")
-        with torch_internals.random_states_are_tensors():
-            return joint.halves(self._cut)
+        return joint.halves(self._cut)
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """What runs one graph of a block."""
@@ -192,7 +191,8 @@ class Compilation:
         keep_overwritten(joint)
         recompute.save_unrepeatable(joint)
         # A block was parted by a budget already; repeated as a whole it would draw other random numbers.
-        with torch_internals.without_budgets(joint) if graphs.calls(joint, graphs.BLOCK) else contextlib.nullcontext():
+        budgets = torch_internals.without_budgets(joint) if graphs.calls(joint, graphs.BLOCK) else contextlib.nullcontext()
+        with budgets, torch_internals.random_states_are_tensors():
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)

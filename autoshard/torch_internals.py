@@ -713,8 +713,8 @@ def without_repeats(joint: torch.fx.Graph) -> torch.fx.Graph:
 @contextlib.contextmanager
 def random_states_are_tensors() -> Iterator[None]:
     """A partition in here saves a GPU's random state as a tensor, where a random op is repeated in backward. As torch does it, as a
-    generator that AOTAutograd winds back, a graph has one more input, which only AOTAutograd's own callable gives. Seen: 2.11,
-    2.13; without effect on CPUs."""
+    generator that AOTAutograd winds back, a graph has one more input, which only AOTAutograd's own callable gives; and it draws from a
+    copy of the generator, so other numbers than without repeating. Seen: 2.11, 2.13; without effect on CPUs."""
     with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
         yield
 

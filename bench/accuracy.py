@@ -16,14 +16,17 @@ again, whatever its error, and the run in which the machine was most as it was c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,6 +43,7 @@ import netns  # noqa: E402
 import run as side_by_side  # noqa: E402
 import zoo  # noqa: E402
 from compared import ALIKE, KEPT, NODE, TRIES, Case, Compared, Links, Results  # noqa: E402
+from told import SECONDS, Told  # noqa: E402
 
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.hardware import DEVICES, Device, device_named_like  # noqa: E402
@@ -57,8 +61,10 @@ from autoshard.planning import circumstances, forecaster  # noqa: E402
 PROBE, PROBE_MEMORY = 512, 1 << 20
 STATE = ("parameters", "optimizer", "buffers", "inputs")
 LIMITED = 1000  # Mbit/s, where the links are limited
+LIBRARIES = 10**9  # bytes of a GPU that a process takes beside its tensors
+Prediction = tuple[dict[str, float], dict[str, int], Plan]  # as of `predict`
 SIZES = {"llama": 4, "gpt2": 4, "bert": 4, "vit": 8, "conv": 16, "mlp": 512}  # batches
-ON_GPU = {**{model: 8 * batch for model, batch in SIZES.items()}, "wide": 32}
+ON_GPU = {**{model: 8 * batch for model, batch in SIZES.items()}, "wide": 32, "half": 32}
 
 
 def cases(quick: bool, device: str = "cpu") -> list[Case]:
@@ -89,7 +95,7 @@ def cases(quick: bool, device: str = "cpu") -> list[Case]:
 def _on_gpu(device: str) -> list[Case]:
     """Those of one GPU: steps of one process, and what rank 0 of 8 and 64 holds."""
     alone = [(model, "inductor", "adamw") for model in ON_GPU]
-    alone += [("llama", "eager", "adamw"), ("conv", "eager", "adamw"), ("wide", "eager", "adamw"), ("wide", "eager", "sgd")]
+    alone += [("llama", "eager", "adamw"), ("conv", "eager", "adamw"), ("half", "eager", "adamw"), ("wide", "eager", "sgd")]
     lone = [("llama", 8, 1, "inductor"), ("gpt2", 8, 2, "eager"), ("wide", 8, 3, "inductor")]
     lone += [("llama", 64, 3, "inductor"), ("vit", 64, 2, "eager"), ("wide", 64, 3, "eager")]
     found = [Case(model, ON_GPU[model], codegen=codegen, optimizer=optimizer, device=device) for model, codegen, optimizer in alone]
@@ -113,7 +119,7 @@ def cluster_of(case: Case, clusters: dict[Links, Cluster]) -> Cluster:
     return replace(cluster, per_node=case.world // cluster.nodes)
 
 
-def predict(case: Case, cluster: Cluster) -> tuple[dict[str, float], dict[str, int], Plan]:
+def predict(case: Case, cluster: Cluster) -> Prediction:
     """What the plan says, without running anything: figures, bytes at the peak by category; and the plan."""
     torch.compiler.reset()
     make, inputs = zoo.MODELS[case.model]
@@ -152,12 +158,15 @@ def share(program: Program, took: StepTime) -> float:
 
 def measure(case: Case, plan: Plan, scratch: Path) -> dict[str, float]:
     """The same, measured in processes of its own, which go by the plan."""
-    out, pinned = scratch / "measured.json", scratch / "plan.json"
-    pinned.write_text(plan.to_json())
-    worker = [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(pinned), str(out)]
-    launch(worker, (1 if case.lone else case.world, case.mbit), scratch, case.kind)
-    found: dict[str, float] = json.loads(out.read_text())
+    launch(_program(case, plan, scratch), (1 if case.lone else case.world, case.mbit), scratch, case.kind)
+    found: dict[str, float] = json.loads((scratch / "measured.json").read_text())
     return found
+
+
+def _program(case: Case, plan: Plan, scratch: Path) -> list[str]:
+    """What a process of a case runs."""
+    (scratch / "plan.json").write_text(plan.to_json())
+    return [str(HERE / "accuracy_worker.py"), json.dumps(asdict(case)), str(scratch / "plan.json"), str(scratch / "measured.json")]
 
 
 def _together(case: Case) -> tuple[int, int]:
@@ -168,12 +177,65 @@ def _together(case: Case) -> tuple[int, int]:
 def compare(cases: Sequence[Case], scratch: Path, date: str) -> Iterable[Compared]:
     """Each case, after a calibration for all of them."""
     clusters = calibrated(scratch, dict.fromkeys(c.links for c in cases if not c.lone), cases[0].kind)
+    for found in (_one_by_one if cases[0].kind == "cpu" else _beside_each_other)(cases, clusters, scratch, date):
+        step = f", step {found.error('step'):+.1%}, machine {found.slower:.2f}" if found.case.timed else ""
+        print(f"{found.case}: peak {found.error('peak'):+.1%}{step}", flush=True)
+        yield found
+
+
+def _one_by_one(cases: Sequence[Case], clusters: dict[Links, Cluster], scratch: Path, date: str) -> Iterable[Compared]:
     for case in cases:
         predicted, categories, plan = predict(case, cluster_of(case, clusters))
-        found = as_calibrated(lambda: Compared(case, predicted, measure(case, plan, scratch), date, categories))  # noqa: B023 - called here
-        step = f", step {found.error('step'):+.1%}, machine {found.slower:.2f}" if case.timed else ""
-        print(f"{case}: peak {found.error('peak'):+.1%}{step}", flush=True)
-        yield found
+        yield as_calibrated(lambda: Compared(case, predicted, measure(case, plan, scratch), date, categories))  # noqa: B023 - called here
+
+
+def _beside_each_other(cases: Sequence[Case], clusters: dict[Links, Cluster], scratch: Path, date: str) -> Iterable[Compared]:
+    """Predicted at once, and compiled as many at once as fit: a GPU waits for little else. Then their steps are measured one after
+    the other. RuntimeError at the end if some failed."""
+    where = [cluster_of(case, clusters) for case in cases]
+    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn"), _see_no_gpu) as pool:
+        predictions = dict(zip(cases, pool.map(predict, cases, where)))
+    failed: list[str] = []
+    for some in _fitting(predictions, where[0].device.memory):
+        with contextlib.ExitStack() as ended:
+            workers = {case: _told(case, predictions[case][2], scratch / str(cases.index(case))) for case in some}
+            for worker in workers.values():
+                ended.callback(worker.stop)
+            for step in (Told.wait_until_ready, Told.measure):
+                for case, worker in list(workers.items()):
+                    try:
+                        step(worker)
+                    except RuntimeError as error:
+                        failed.append(str(error))
+                        del workers[case]
+        for case in workers:
+            predicted, categories, _ = predictions[case]
+            yield Compared(case, predicted, json.loads((scratch / str(cases.index(case)) / "measured.json").read_text()), date, categories)
+    if failed:
+        raise RuntimeError("\n".join(failed))
+
+
+def _see_no_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _fitting(predictions: Mapping[Case, Prediction], memory: int) -> Iterable[list[Case]]:
+    """The cases in groups that are on a GPU together, each beside what CUDA and its libraries take."""
+    some: list[Case] = []
+    left = memory
+    for case, (predicted, _, _) in predictions.items():
+        needed = int(1.2 * predicted["reserved"]) + LIBRARIES
+        if some and needed > left:
+            yield some
+            some, left = [], memory
+        some, left = [*some, case], left - needed
+    yield some
+
+
+def _told(case: Case, plan: Plan, folder: Path) -> Told:
+    """A process that compiles a case, and measures it when it is told to."""
+    folder.mkdir()
+    return Told([*_program(case, plan, folder), "--told"], environment(folder, case.kind), folder / "errors")
 
 
 def as_calibrated(compare_once: Callable[[], Compared]) -> Compared:
@@ -199,17 +261,26 @@ def calibrated(scratch: Path, wanted: Iterable[Links], kind: str = "cpu") -> dic
 def launch(program: Sequence[str], links: Links, scratch: Path, kind: str = "cpu") -> None:
     """Runs a program of Python, one process a host where links are limited. kind: of devices that it sees."""
     world, mbit = links
-    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
-    if kind == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     if mbit:
-        code = netns.run(netns.Job([sys.executable, *program], world, mbit, env=environment, timeout=900))
+        code = netns.run(netns.Job([sys.executable, *program], world, mbit, env=_variables(scratch, kind), timeout=SECONDS))
         if code:
             raise RuntimeError(f"{' '.join(program)}: exit status {code}")
         return
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     command = [sys.executable, *launcher, *program]
-    subprocess.run(command, check=True, env={**os.environ, **environment}, timeout=900, stderr=subprocess.DEVNULL)
+    found = subprocess.run(command, env=environment(scratch, kind), timeout=SECONDS, stderr=subprocess.PIPE, text=True)
+    if found.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit status {found.returncode}\n{found.stderr}")
+
+
+def environment(scratch: Path, kind: str) -> dict[str, str]:
+    """Of a process that sees such devices."""
+    return {**os.environ, **_variables(scratch, kind)}
+
+
+def _variables(scratch: Path, kind: str) -> dict[str, str]:
+    found = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+    return {**found, "CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {**found, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def bands(compared: Sequence[Compared]) -> dict[str, dict[str, list[float]]]:

@@ -1,4 +1,7 @@
-"""One process of a configuration of the accuracy bench: python accuracy_worker.py CASE-AS-JSON PLAN OUT."""
+"""One process of a configuration of the accuracy bench: python accuracy_worker.py CASE-AS-JSON PLAN OUT [--told].
+
+With --told, it writes a line when the model is compiled, and measures when it reads one.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ import worker  # noqa: E402
 import zoo  # noqa: E402
 from accuracy import PROBE, PROBE_MEMORY  # noqa: E402
 from compared import Case  # noqa: E402
+from told import until_told  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
@@ -125,12 +129,13 @@ def join(case: Case) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def measured(case: Case, plan: str) -> dict[str, float]:
-    """What this process finds of a case, by the plan in a file."""
+def measured(case: Case, plan: str, ready: Callable[[], object]) -> dict[str, float]:
+    """What this process finds of a case, by the plan in a file. ready: called when all is compiled."""
     made = contender(case, plan)
     batch = {name: x.to(case.kind) for name, x in zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank())).items()}
     for _ in range(WARM_UP):
         made.step(batch)
+    ready()
     memory, times = (memory_on_cpu, times_on_cpu) if case.kind == "cpu" else (memory_on_gpu, times_on_gpu)
     found: dict[str, float] = {**kept_bytes(made, lambda: made.step(batch)), **memory(made, batch)}
     return {**found, **times(made, batch)} if case.timed else found
@@ -141,7 +146,7 @@ def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     join(case)
-    found = measured(case, sys.argv[2])
+    found = measured(case, sys.argv[2], until_told if "--told" in sys.argv else lambda: None)
     if dist.get_rank() == 0:
         Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()

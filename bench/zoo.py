@@ -47,7 +47,12 @@ def wide() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 2048, "hidden_size": 2048, "intermediate_size": 5504, "max_position_embeddings": 512}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8, num_attention_heads=16, use_cache=False))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=16, use_cache=False))
+
+
+def half() -> nn.Module:
+    """The same in bf16."""
+    return wide().bfloat16()
 
 
 def gpt2() -> nn.Module:
@@ -112,6 +117,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "conv": (conv, _small_images),
     "mlp": (mlp, _vectors),
     "wide": (wide, _tokens),
+    "half": (half, _tokens),
 }
 
 

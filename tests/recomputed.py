@@ -132,7 +132,7 @@ def trained(make: type[nn.Module], x: Tensor, plan: Plan, codegen: str) -> list[
     """Losses and gradients of two steps, and buffers after them."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = make()
+    model = make().to(x.device)
     run = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))  # type: ignore[arg-type]
     torch.manual_seed(1)
     return two_steps(run, model, x)

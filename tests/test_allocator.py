@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -93,6 +94,7 @@ def test_a_budget_is_for_what_is_reserved() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_it_reserves_what_cuda_s_does() -> None:
     draw = random.Random(0)
+    gc.collect()
     torch.cuda.empty_cache()
     base, ours, held = torch.cuda.memory_reserved(), CachingAllocator(), []
     for _ in range(400):
