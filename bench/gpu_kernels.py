@@ -36,7 +36,7 @@ RESULT = Path(__file__).parent / "results" / "triton.md"
 CONTEXT = Context(Plan(1, (("shard", 1),), ()), fuses=DEVICES["h100"])
 
 
-FIRST = 20  # runs until tiles are chosen: see [Note: Measured at work] in autoshard/kernels/tuning.py
+FIRST = 24  # runs until tiles are chosen: see [Note: Measured at work] in autoshard/kernels/tuning.py
 
 
 def milliseconds(run: Callable[[], Any]) -> float:

@@ -144,6 +144,30 @@ def test_every_tile_takes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
         assert same(taken[0], others)
 
 
+def test_tables_are_made_again_when_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient elsewhere, another rate; and not otherwise."""
+    made: list[Any] = []
+    monkeypatch.setattr(multi_tensor, "to", lambda table, device: made.append(table.shape) or table)
+    ours, theirs = parameters([40, 33], torch.float32), parameters([40, 33], torch.float32)
+    optimizer, reference = optim.AdamW(ours, lr=0.01), optim.AdamW(theirs, lr=0.01)
+    counts = []
+    for at in range(5):
+        grads = gradients(ours, 0) if at != 3 else [g.clone() for g in gradients(ours, 0)]
+        if at < 2 or at == 3:
+            kept = grads
+        for some in (ours, theirs):
+            for p, grad in zip(some, kept):
+                p.grad = grad
+        for each in (optimizer, reference):
+            each.param_groups[0]["lr"] = 0.02 if at == 4 else 0.01
+        made.clear()
+        assert not fused_step.take(optimizer, FAMILIES[optim.AdamW], interpret=True)
+        reference.step()
+        counts.append(len(made))
+    assert counts[2] == 0 and counts[3] == counts[4] == 1, counts  # the rows', and the settings'
+    assert worst(ours, theirs) <= 1e-6
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_an_infinite_gradient_leaves_everything(kind: type[optim.Optimizer]) -> None:
     ours = parameters([40], torch.float32)
@@ -177,10 +201,18 @@ RULES: dict[str, Rule] = {
 
 def compiled(kernel: Kernel, capability: int, tile: Tile, aligned: bool = True) -> Any:
     function = load(kernel.rule.name, kernel.source())
-    signature = {"settings": "*fp64", "steps": "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
+    signature = {"settings": "*fp64", "once": "*fp64" if kernel.precise else "*fp32", "scale": "*fp32", "infinite": "*fp32", "rows": "*i64", "chunks": "*i64"}
     constants = {"CHUNK": tile["CHUNK"], "BLOCK": tile["BLOCK"], "ALIGNED": aligned}
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)}
     return compiled_as(function, signature, constants, capability, divisible, num_warps=tile["num_warps"])
+
+
+@pytest.mark.parametrize("name", ["adamw", in_full("sgd"), in_full("lion")])
+@pytest.mark.parametrize("capability", [80, in_full(90)])
+def test_what_is_once_a_tensor_compiles_for_gpus(name: str, capability: int, tmp_path: Path) -> None:
+    kernel = Kernel(RULES[name], (torch.float32,) * (2 + len(RULES[name].states)))
+    signature = {"settings": "*fp64", "steps": "*fp32", "once": "*fp32", "count": "i32"}
+    assert spilled(compiled_as(load("first", kernel.source()), signature, {}, capability), tmp_path) == 0
 
 
 CASES = [(name, capability) for name in RULES for capability in (80, 90)]

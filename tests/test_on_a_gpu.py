@@ -128,16 +128,25 @@ def test_attention_without_dropout_is_repeated_as_it_was(codegen: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
 class Wide(nn.Module):
     """Whose blocks hold more than libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)]) for _ in range(6))
+        self.layers = nn.ModuleList(Part() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        for norm, up, down in self.layers:  # type: ignore[misc]
-            x = x + F.dropout(down(F.gelu(up(norm(x)))), 0.1)
+        for layer in self.layers:
+            x = layer(x)
         return x.square().mean()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +18,20 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Device:
-    """A device that works through what it is given when told to: launches by a tile take as long as it has rows."""
+    """A device that works through what it is given when told to: launches by a tile take as long as it has rows. What is prepared for
+    them takes as long as `prepared` of other work."""
 
     given: list[int]
     done: int = 0
+    prepared: int = 0
 
     def now(self) -> Moment:
         return Moment(self, len(self.given))
 
-    def launch(self, tile: tuning.Tile) -> None:
-        self.given.append(tile["ROWS"])
+    def launch(self, tile: tuning.Tile) -> Callable[[], None]:
+        if self.prepared:
+            self.given.append(self.prepared * tile["ROWS"])
+        return lambda: self.given.append(tile["ROWS"])
 
 
 @dataclass
@@ -64,6 +69,16 @@ def test_a_tile_is_found_at_work_without_waiting_for_the_device(monkeypatch: pyt
     assert launch(2) == [1, 1]
     tuning.at_work("other step", tiles, device.launch, device.now)
     assert device.given[-1] == 4
+
+
+@pytest.mark.usefixtures("_new_job")
+def test_what_is_prepared_for_a_launch_is_not_measured() -> None:
+    tiles, device = [{"ROWS": n} for n in (4, 1)], Device([], prepared=-3)  # by which fewer rows would take more
+    for _ in range(6):
+        tuning.at_work("step", tiles, device.launch, device.now)
+    device.done = 99
+    tuning.at_work("step", tiles, device.launch, device.now)
+    assert tuning._known == {"step": {"ROWS": 1}}
 
 
 @pytest.mark.usefixtures("_new_job")

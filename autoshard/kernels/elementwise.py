@@ -7,8 +7,8 @@ rounding and lose NaN. A value is computed once for each place at which it is us
 
 [Note: Rows] Where there are reductions, a program has a few rows, and all numbers that are reduced together. Rows too long
 to be held in registers are gone through in blocks: once for reductions that do not need each other, then for those that need
-these, and for the results. A softmax's sum needs its maximum, but is gathered beside it (arXiv 1805.02867): each place of a block has
-the largest number so far and the sum of exponentials less that, which is made smaller as that rises. So it goes through a row twice.
+these, and for the results. A softmax's sum needs its maximum, but is gathered beside it (arXiv 1805.02867): of the row's largest number
+so far, each place of a block has the sum of exponentials less that, which is made smaller as that rises. So it goes through a row twice.
 
 [Note: Columns] A sum over all rows has a number for each column. Each program goes through several tiles of rows, adds up what it
 has of each column, and leaves that as a line of a tensor, whose lines torch adds up: a fixed order, and as few bytes as there are
@@ -151,23 +151,20 @@ class Writer:
                 if node in parts:
                     self._gather(node, name, parts[node], {s: gathered[s] for s, m in self.beside.items() if m is node})
         for node, part in (gathered or parts).items():
-            self._finish(node, self._at_most(part, gathered[self.beside[node]], node) if node in self.beside else part)
+            self._finish(node, part)
 
     def _gather(self, node: Node, name: str, part: str, beside: dict[Node, str]) -> None:
         """Adds a block to what is gathered. beside: sums of exponentials of what is less than this maximum, by what was gathered of
         them, which shrinks as that rises. What is at its least adds nothing, also where nothing else was seen."""
-        value = f"{REDUCTIONS[name_of(node.target)].function}({name}, {part})"
+        reduction = REDUCTIONS[name_of(node.target)]
+        largest = f"tl.reduce({part}, 1, {reduction.reducer}, keep_dims=True)" if beside else part
+        value = f"{reduction.function}({name}, {largest})"
         if beside:
             value = self.out.assign(value)
         for total in beside.values():
             before = f"tl.where({name} == {value}, {total}, {total} * tl.exp({name} - {value}))"
             self.out.add(f'{total} = {before} + tl.where({part} == float("-inf"), 0, tl.exp({part} - {value}))')
         self.out.add(f"{name} = {value}")
-
-    def _at_most(self, part: str, most: str, node: Node) -> str:
-        """What was gathered of a sum of exponentials, less the row's maximum instead of each place's."""
-        largest = self.beside[node]
-        return self.out.assign(f"{part} * tl.exp({most} - {self.known[largest, self._index_of_rows(largest), ()]})")
 
     def _finish(self, node: Node, part: str) -> None:
         """A row's number, of what all its places have."""
@@ -182,9 +179,9 @@ class Writer:
             raise Unsupported(f"{node.target} of {shape} in rows of {self.space}")
 
     def _gathered(self, node: Node) -> str:
-        """What is gathered over the blocks of a row, a number for each place in a block."""
-        neutral = REDUCTIONS[name_of(node.target)].neutral
-        return self.out.assign(f"tl.full((ROWS, COLUMNS), {neutral}, {_type_of(node)})")
+        """What is gathered over the blocks of a row: a number for each place in a block, or for the row where sums go by it."""
+        neutral, columns = REDUCTIONS[name_of(node.target)].neutral, 1 if node in self.beside.values() else "COLUMNS"
+        return self.out.assign(f"tl.full((ROWS, {columns}), {neutral}, {_type_of(node)})")
 
     def _in_row(self, node: Node) -> str:
         """The numbers that a reduction takes, neutral ones behind a row's end."""

@@ -6,6 +6,7 @@ regions that are alike are one, in all graphs; a graph that is run op by op laun
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from autoshard.kernels.tuning import Tile
 _FAR = 1 << 31  # bytes beyond which places are counted in 64 bits
 _NUMBERS = 1024  # that a program goes through where nothing is reduced
 _TILE = 2048  # that it has of rows, if one is not longer
-_BLOCK = 2048  # of a row that is too long to be held
+_BLOCK = 8192  # of a row that is too long to be held
 _LINES = 512  # that programs leave at most, where they add up rows
 Wrap = Callable[[Any], Any]
 Numbers = Mapping[Symbol, Any]  # of the sizes that a trace left open
@@ -120,15 +121,15 @@ class Region:
         made = [self._lines(sized, i, device) if i in self.totals else laid.empty(device) for i, laid in enumerate(sized.made)]
         kernel = wrap(source.load(self.name, self.text, interpret))
 
-        def launch(tile: Tile) -> None:
-            kernel[(sized.programs(tile),)](*given, *made, *sizes, **tile)
+        def prepared(tile: Tile) -> Callable[[], None]:
+            return functools.partial(kernel[(sized.programs(tile),)], *given, *made, *sizes, **tile)
 
         if any(t.numel() for t in made):
             with source.launching_on(device):
                 if traced or interpret or self._stays():
-                    launch(sized.tile)
+                    prepared(sized.tile)()
                 else:
-                    tuning.at_work(*self._tiles((sizes, wide, device), sized), launch, tuning.recorded, device.index)
+                    tuning.at_work(*self._tiles((sizes, wide, device), sized), prepared, tuning.recorded, device.index)
         return [_added_up(t, laid) if i in self.totals else t for i, (t, laid) in enumerate(zip(made, sized.made))]
 
     def _lines(self, sized: Sized, output: int, device: torch.device) -> Tensor:

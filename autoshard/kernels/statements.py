@@ -24,7 +24,8 @@ _COLUMNS = "(tl.arange(0, COLUMNS).to(tl.int64) if WIDE else tl.arange(0, COLUMN
 
 @dataclass(frozen=True)
 class Statement:
-    """template: its text, with {0}, {1} ... for `places` and {mask} for what of the tile is there."""
+    """template: its text, with {0}, {1} ... for `places`, {mask} for what of the tile is there, and {evict} for what a cache does with
+    what is read."""
 
     template: str
     places: tuple[Expr, ...] = ()
@@ -64,13 +65,13 @@ class Statements:
     def load(self, tensor: str, place: Expr, bounds: Sequence[Expr], tests: str, then: str) -> str:
         """What is at a place of a tensor, if it passes tests of `bounds`; they may need more of the tile than the place."""
         if not tests:
-            return self.assign(f"tl.load({tensor} + {{0}}, mask={{mask}}){then}", place)
+            return self.assign(f"tl.load({tensor} + {{0}}, mask={{mask}}{{evict}}){then}", place)
         read = set[Symbol]().union(*(p.free_symbols for p in (place, *bounds)))
         of_columns = self.columns is not None and bool(read & set(self.columns.symbols))
         flat, mask = " + 0 * row", "rows_there"
         if of_columns:
             flat, mask = flat + " + 0 * column", mask + " & columns_there"
-        return self.assign(f"tl.load({tensor} + {{0}}{flat}, mask={mask}{tests}){then}", place, *bounds)
+        return self.assign(f"tl.load({tensor} + {{0}}{flat}, mask={mask}{tests}{{evict}}){then}", place, *bounds)
 
     def store(self, tensor: str, place: Expr, value: str, of_columns: bool) -> None:
         """A value to a place of a tensor. of_columns: each number of a row has its own."""
@@ -145,23 +146,28 @@ class _Printed:
         yield f"row = {number} * ROWS + tl.arange(0, ROWS)" + ("[:, None]" if self.columns else "")
         yield f"rows_there = row < {as_text(self.rows.count)}"
         yield from _symbols("row", self.rows)
+        last = next((item for item in reversed(statements) if isinstance(item, Loop)), None)
         for item in statements:
-            yield from self._loop(item) if isinstance(item, Loop) else (self._text(item),)
+            yield from self._loop(item, item is last) if isinstance(item, Loop) else (self._text(item),)
 
     def _columns(self, columns: Run) -> Iterator[str]:
         yield f"columns_there = column < {as_text(columns.count)}"
         yield from _symbols("column", columns)
 
-    def _loop(self, loop: Loop) -> Iterator[str]:
+    def _loop(self, loop: Loop, last: bool) -> Iterator[str]:
+        """For each block. last: what it reads of a row is not read again; what the ones before read is, and soon."""
         assert self.columns is not None
         yield f"for start in range(0, {as_text(self.columns.count)}, COLUMNS):"
         yield f"    column = start + {_COLUMNS}"
-        for line in (*self._columns(self.columns), *map(self._text, loop.body)):
+        for line in (*self._columns(self.columns), *(self._text(s, "first" if last else "last") for s in loop.body)):
             yield "    " + line
 
-    def _text(self, statement: Statement) -> str:
+    def _text(self, statement: Statement, evicted: str = "") -> str:
+        """evicted: when, of what a program reads of its own rows."""
         places = [p.xreplace(self.gone) for p in statement.places]
-        return statement.template.format(*map(as_text, places), mask=self._mask(places))
+        own = evicted and set[Symbol]().union(*(p.free_symbols for p in places)) & set(self.rows.symbols)
+        evict = f', eviction_policy="evict_{evicted}"' if own else ""
+        return statement.template.format(*map(as_text, places), mask=self._mask(places), evict=evict)
 
     def _mask(self, places: Sequence[Expr]) -> str:
         read = set[Symbol]().union(*(p.free_symbols for p in places))

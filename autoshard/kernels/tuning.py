@@ -23,6 +23,7 @@ import torch
 from autoshard.cache import cache_folder, write_at_once
 
 Tile = dict[str, Any]  # by the names of a kernel's constants, and num_warps
+Prepare = Callable[[Tile], Callable[[], None]]  # does what need not be measured; what it gives launches
 _LAUNCHES = 3  # of each tile; the first of them compiles
 _known: dict[str, Tile] = {}
 
@@ -44,9 +45,10 @@ class _Trial:
     tiles: Sequence[Tile]
     between: list[tuple[Event, Event]] = field(default_factory=list)
 
-    def launch(self, launch: Callable[[Tile], None], now: Callable[[], Event]) -> None:
+    def launch(self, prepare: Prepare, now: Callable[[], Event]) -> None:
+        ready = prepare(self.tiles[len(self.between) % len(self.tiles)])
         begun = now()
-        launch(self.tiles[len(self.between) % len(self.tiles)])
+        ready()
         self.between.append((begun, now()))
 
     def fastest(self) -> Tile | None:
@@ -63,17 +65,17 @@ _trials: dict[str, dict[int, _Trial]] = {}  # by key, on each device
 
 
 def at_work(
-    key: str, tiles: Sequence[Tile], launch: Callable[[Tile], None], now: Callable[[], Event], device: int = 0
+    key: str, tiles: Sequence[Tile], prepare: Prepare, now: Callable[[], Event], device: int = 0
 ) -> None:
     """Launches once, by the tile that takes least or on the way to finding it, see [Note: Measured at work]. now: an event
     that the device comes to after all that it was given so far. device: its index; those of a kind share what one found."""
     if key not in _known and key not in _trials and not _remembered(key, tiles):
         _trials[key] = {}
     if key in _known:
-        launch(_known[key])
+        prepare(_known[key])()
         return
     trial = _trials[key].setdefault(device, _Trial(tiles))
-    trial.launch(launch, now)
+    trial.launch(prepare, now)
     if tile := trial.fastest():
         _remember(key, tile)
         del _trials[key]

@@ -157,6 +157,7 @@ class Launch:
     first: bool
     parameters: list[nn.Parameter] = field(default_factory=list)
     rows: Rows = field(default_factory=Rows)
+    sent: multi_tensor.Sent = field(default_factory=multi_tensor.Sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +273,7 @@ def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients
         if rows.params[0].device.type == "cpu" and not interpret:
             _on_cpu(family, options, rows, gradients)
         else:
-            _on_gpu(family, options, rows, gradients, interpret)
+            _on_gpu(family, options, rows, gradients, interpret, launch.sent)
         rows.grads = []  # which belong to the user
 
 
@@ -362,7 +363,7 @@ def _by_formulas(step: Rule, settings: dict[str, float], rows: Rows, scale: Tens
             kept[name].copy_(after[name])
 
 
-def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, interpret: bool) -> None:
+def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, interpret: bool, sent: multi_tensor.Sent) -> None:
     step, device = family.rule(options), rows.params[0].device
     scale, infinite = (None if t is None else t.to(device, torch.float32) for t in (gradients.scale, gradients.infinite))
     columns = {"param": rows.params, "grad": rows.grads, **rows.states}
@@ -372,7 +373,7 @@ def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, 
     columns |= {"copy": rows.copies} if rows.copies else {}
     counted = torch.stack(rows.steps) if rows.steps else None
     with source.launching_on(device):
-        multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret)
+        multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret, sent)
 
 
 def forget(optimizer: Optimizer) -> None:
