@@ -4,7 +4,9 @@
 model is traced. A plan for a GPU is traced on the CPU, whose fast kernel drops nothing out: with dropout torch takes the formulas
 there, that keep sequence² numbers of each head for backward. A GPU's kernels keep none. So in a graph that is planned for a GPU the call
 is one of these, by torch's own order: flash attention for half precision without a mask, on all but GPUs older than it; else the
-memory-efficient one. What neither takes stays as it is.
+memory-efficient one; else the formulas, as for fewer heads of keys than of queries, or a mask that was expanded over keys, which that
+one does not take. On Hopper torch prefers cuDNN's kernel to flash attention, for masks too, which keeps as much and is not told apart
+here.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.cost_model.hardware import Device
@@ -58,6 +61,21 @@ def efficient(
     return op(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
+def formulas(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same, on a CPU too, whose own kernel takes more."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
 def as_on(device: Device, gm: GraphModule) -> None:
     """Makes the attention of a graph of Dynamo's what it is on this device, if that is a GPU and the graph's tensors are on none. See
     [Note: Attention by device]."""
@@ -76,7 +94,8 @@ def _kernel(device: Device, node: Node) -> Any:
     grouped, heads = query.shape[1] != key.shape[1], {query.shape[-1], key.shape[-1], value.shape[-1]}
     if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and device.name != _OLD:
         return flash
-    return None if grouped else efficient
+    strided = any(x.stride(-1) != 1 for x in (query, key, value, *(() if mask is None else (mask,))))
+    return formulas if grouped or strided else efficient
 
 
 def _example(node: Node, position: int, name: str) -> Any:

@@ -16,6 +16,7 @@ from autoshard.config import CODEGENS
 from autoshard.console import doing
 from autoshard.cost_model import accuracy, allocator, optimizer
 from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.convolutions import are_channels_last
 from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import is_known
 from autoshard.cost_model.kernels import seconds
@@ -262,9 +263,10 @@ class Forecaster:
 
     def _program(self, listed: Listed, held: Held) -> Program:
         program = program_of(listed, held, body_of, self.cluster.device.inside.scatters, self.captured.open)
-        program = fuse(program) if self.inductor else program
-        if self.cluster.device.is_cpu:
-            add_workspaces(program, channels_last=self.inductor)
+        on_cpu = self.cluster.device.is_cpu
+        channels_last = self.inductor and are_channels_last(program, on_cpu)
+        program = fuse(program, channels_last) if self.inductor else program
+        add_workspaces(program, on_cpu, channels_last)
         return program
 
     def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 LOOKED_FOR = (nn.Module, Optimizer, GradScaler)  # and what inherits from them
+_IMMORTAL = 1 << 29  # references, that nothing else has
 _T = TypeVar("_T")
 _census: list[weakref.ref[Any]] | None = None  # of all that are looked for, inside of `one_look`
 
@@ -57,11 +59,16 @@ def _kinds(cls: type) -> Iterator[type]:
 @contextmanager
 def thawed() -> Iterator[None]:
     """Inside, the collector knows of what gc.freeze() hid from it too. Behind it all is frozen again, where something was."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    frozen = count > 0 and _mortal(gc.get_objects()[-count:])
     try:
         yield
     finally:
         if frozen:
             gc.freeze()
+
+
+def _mortal(objects: list[Any]) -> bool:
+    """Whether some are not immortal: those Python 3.12 counts as frozen, though nobody froze anything, and has so many references."""
+    return any(sys.getrefcount(found) < _IMMORTAL for found in objects)

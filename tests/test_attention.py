@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Cluster, Config
-from autoshard.attention import as_on, efficient, flash
+from autoshard.attention import as_on, efficient, flash, formulas
 from autoshard.capture import capture
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.rehearsal import rehearse
@@ -23,7 +23,7 @@ SCORES = HEADS * LENGTH * LENGTH  # numbers, of one sequence
 
 
 class Attending(nn.Module):
-    """With dropout, a mask of booleans or of what is added, or fewer heads of keys than of queries."""
+    """With dropout, a mask of booleans, of what is added, or one that was expanded, or fewer heads of keys than of queries."""
 
     def __init__(self, masked: str = "", grouped: bool = False) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Attending(nn.Module):
         heads = HEADS // 2 if self.grouped else HEADS
         q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
-        row = x[..., :1].detach().transpose(1, 2)[:, None]
-        mask = {"bool": row > 0, "added": row}.get(self.masked)
+        row = x[..., :1].detach().transpose(1, 2)[:, None].contiguous()
+        mask = {"bool": row > 0, "added": row, "expanded": (row.mT > 0).expand(-1, -1, -1, x.shape[1])}.get(self.masked)
         y = F.scaled_dot_product_attention(q, k, v, mask, 0.1, enable_gqa=self.grouped)
         return y.square().mean()
 
@@ -47,7 +47,8 @@ CASES = [
     ("h100", HALF, "bool", False, efficient),
     ("h100", FULL, "added", False, efficient),
     ("h100", FULL, "", False, efficient),
-    ("h100", FULL, "", True, F.scaled_dot_product_attention),
+    ("h100", FULL, "", True, formulas),
+    ("h100", FULL, "expanded", False, formulas),
     ("v100", torch.float16, "", False, efficient),
     ("cpu", HALF, "", False, F.scaled_dot_product_attention),
 ]
@@ -59,7 +60,7 @@ def test_a_device_has_its_own_kernel(device: str, dtype: torch.dtype, masked: st
     captured = capture(model, torch.zeros(2, LENGTH, WIDTH, dtype=dtype))
     as_on(DEVICES[device], captured.graph)
     targets = {n.target for n in captured.graph.graph.nodes}
-    assert expected in targets and not targets & ({flash, efficient, F.scaled_dot_product_attention} - {expected})
+    assert expected in targets and not targets & ({flash, efficient, formulas, F.scaled_dot_product_attention} - {expected})
     plan = autoshard.plan(model, torch.zeros(2, LENGTH, WIDTH, dtype=dtype), Config(codegen="eager"), Cluster(1, 1, DEVICES[device]))
     graphs = rehearse(captured, plan, inductor=False)
     assert graphs.backward is not None

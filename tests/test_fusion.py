@@ -27,7 +27,7 @@ def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads()
         Operation(relu, "forward", (third,), (), code=None),
         Operation(wait, "forward", (got,), (), code=None),
     ]
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert [len(o.parts) for o in fused.operations] == [1, 1, 2, 1, 0, 0]
     assert fused.pieces[first].bytes == 0 and fused.pieces[second].bytes == fused.pieces[third].bytes == 8
     assert fused.pieces[sent].last == 5
@@ -48,7 +48,7 @@ def test_cheap_values_are_computed_where_they_are_read() -> None:
     ]
     for piece, last in ((product, 5), (cheap, 7), (heavy, 7), (products[0], 6), (products[1], 7), (products[2], 5)):
         program.pieces[piece].last = last
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert [o.name for o in fused.operations].count("aten.relu.default") == 0
     assert fused.pieces[cheap].bytes == 0 and fused.pieces[heavy].bytes == 8
     readers = [o for o in fused.operations if relu in o.parts]
@@ -70,7 +70,7 @@ def test_a_kernel_takes_in_what_it_reads_of_another_unless_something_lies_betwee
             Operation(add, "forward", (product, heavy, last), (second,), code=0),
             *(Operation(mm, "forward", (p,), (made,), code=0) for p, made in zip((first, second), out)),
         ]
-        fused = fuse(program)
+        fused = fuse(program, channels_last=False)
         kernels = [[p.target for p in o.parts] for o in fused.operations if o.parts[1:]]
         together = [sigmoid.target, relu.target] if between else [sigmoid.target, relu.target, add.target]
         assert kernels == [together] and fused.pieces[heavy].bytes == (8 if between else 0)
@@ -87,7 +87,7 @@ def test_what_autograd_makes_for_an_inlined_operation_is_there_from_backward_on(
         Operation(relu, "backward", (cheap,), (made,), code=1),
         Operation(mm, "backward", (made, saved), (), code=1),
     ]
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert len(fused.operations) == 3 and fused.pieces[tangent].made == 1
 
 
@@ -118,7 +118,7 @@ def test_in_backward_only_what_pays_is_joined(repeats: str, shared: int, waits: 
         Operation(relu, "backward", (common, between if waits else other), (later,), code=1),
         Operation(mm, "backward", (first, later), (), code=1),
     ]
-    assert any(set(o.makes) == {first, later} for o in fuse(program).operations) == joined
+    assert any(set(o.makes) == {first, later} for o in fuse(program, channels_last=False).operations) == joined
 
 
 def test_what_writes_a_saved_tensor_is_joined_with_what_reads_it() -> None:
@@ -132,7 +132,7 @@ def test_what_writes_a_saved_tensor_is_joined_with_what_reads_it() -> None:
         Operation(relu, "forward", (saved,), (made,), code=0),
         Operation(mm, "forward", (made,), (), code=0),
     ]
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert [set(o.makes) for o in fused.operations] == [{product}, {saved, made}, set()]
     assert [fused.pieces[p].bytes for p in (saved, made)] == [8, 8]
 
@@ -151,7 +151,7 @@ def test_what_a_kernel_sums_up_is_stored_while_it_runs_and_hands_its_place_on() 
         Operation(mm, "forward", (made,), (), code=0),
     ]
     program.pieces[heavy].last = 3
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert [fused.pieces[p].bytes for p in (given, heavy, summed, made)] == [8, 0, 2, 8]
     assert [int(b) for b in liveness.simulate(fused).at().sum(1)][:3] == [8, 10, 8]  # the product's place is the quotient's
 
@@ -171,7 +171,7 @@ def test_numbers_of_a_dropout_are_drawn_in_the_kernel_that_reads_them() -> None:
         *(Operation(add, "forward", (n, p), (s,), code=0) for n, p, s in zip(numbers, product, summed)),
         Operation(mm, "forward", summed, (), code=0),
     ]
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert [fused.pieces[p].bytes for p in numbers] == [0, 0]
 
 
@@ -190,6 +190,6 @@ def test_a_sum_of_columns_stays_where_it_is(dims: tuple[int, ...], joined: bool)
         Operation(total, "backward", (made,), (out,), code=0),
         Operation(mm, "backward", (product, out), (), code=0),
     ]
-    fused = fuse(program)
+    fused = fuse(program, channels_last=False)
     assert [len(o.parts) for o in fused.operations] == ([2, 1, 1] if joined else [1, 1, 1, 1])
     assert fused.pieces[made].last == (1 if joined else 2)

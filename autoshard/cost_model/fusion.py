@@ -25,8 +25,9 @@ from autoshard.cost_model.inlining import inline
 from autoshard.cost_model.program import ALL_REDUCE, IN_PLACE, Operation, Piece, Program
 
 
-def fuse(program: Program) -> Program:
-    """The program after fusion; each kernel stands in it as one operation, by the name of its last."""
+def fuse(program: Program, channels_last: bool) -> Program:
+    """The program after fusion; each kernel stands in it as one operation, by the name of its last. channels_last: how convolutions'
+    tensors lie."""
     program, gone = inline(program)
     out = Program(open=program.open)
     moved: dict[int, int] = {}  # where the operation at a position of the old program ended up
@@ -41,7 +42,8 @@ def fuse(program: Program) -> Program:
     out.pieces = [_moved(p, moved, i in inner) for i, p in enumerate(program.pieces)]
     _follow_readers(out, moved, program, gone)
     _in_place(out)
-    _channels_last(out)
+    if channels_last:
+        _copy_to_channels_last(out)
     return out
 
 
@@ -143,7 +145,7 @@ def _in_place(out: Program) -> None:
                 out.pieces[fitting[0]].last = at - 1
 
 
-def _channels_last(out: Program) -> None:
+def _copy_to_channels_last(out: Program) -> None:
     """Inductor lets convolutions work on channels-last tensors; what comes from outside is copied to that at the start,
     for all of them, backward's too."""
     readers: dict[int, list[int]] = {}

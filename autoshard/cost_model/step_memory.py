@@ -61,6 +61,8 @@ def program_of(
     if listed.backward is not None:
         given = _backward_inputs(program, listed.backward, {b: outputs[f] for f, b in listed.saved.items()})
         gradients = writer.write(listed.backward, "backward", given, listed.whole)
+        for tangent in (v for i, v in enumerate(given) if i not in listed.saved.values() and isinstance(v, int)):
+            program.keep(tangent, len(program.operations) - 1)  # autograd holds them until backward returns
         _leave(program, gradients, held)
     end = len(program.operations)
     for made in program.pieces:

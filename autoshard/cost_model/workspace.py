@@ -4,6 +4,9 @@ oneDNN, which torch runs convolutions with on CPUs, works on blocked layouts: wh
 it gives out of them, unless the kernel is of one element. An input of few channels is taken as it is. Channels-last
 tensors it takes too; only the weight's gradient is copied out. Gradients of strided, grouped or few channels are padded in
 ways that are not told here. Seen on torch 2.13; `tests/test_workspace.py` measures it.
+
+cuDNN's kernels for tensor cores, which torch takes on GPUs for half precision and, as TF32, for fp32, take channels-last tensors alone:
+others are copied, for its whole call. The weight's gradient is a sum of partial ones besides. Seen on an H100, torch 2.11.
 """
 
 from __future__ import annotations
@@ -18,15 +21,30 @@ from autoshard.cost_model.sizes import Size, bytes_of, larger, product
 from autoshard.cost_model.work import op_name
 
 FEW_CHANNELS = 3
+PARTIAL = 8 << 20  # bytes of the parts that a weight's gradient is made in on a GPU, where it is small
 STATE = torch.get_rng_state().nbytes
 
 
-def add_workspaces(program: Program, channels_last: bool) -> None:
-    """Puts what the CPU's kernels take for a while into the program. channels_last: of all convolutions' tensors."""
+def add_workspaces(program: Program, on_cpu: bool, channels_last: bool) -> None:
+    """Puts what kernels take for a while into the program. channels_last: of all convolutions' tensors."""
     for at, operation in enumerate(program.operations):
-        size = workspace_of(operation.node, channels_last)
+        size = workspace_of(operation.node, channels_last) if on_cpu else _on_gpu(operation.node, channels_last)
         if size:
             program.add(size, "workspace", at, at, operation.name)
+
+
+def _on_gpu(node: Node, channels_last: bool) -> Size:
+    name = op_name(node)
+    if name not in ("convolution", "convolution_backward"):
+        return 0
+    backward = name == "convolution_backward"
+    given: list[Any] = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
+    x, weight = given[backward : backward + 2]
+    if x.shape[1] <= FEW_CHANNELS:
+        return 0
+    other = given[0] if backward else node.meta["val"]
+    copied = 0 if channels_last else sum(map(bytes_of, (x, weight, other)))
+    return copied + (PARTIAL if backward and given[-1][1] else 0)
 
 
 def workspace_of(node: Node, channels_last: bool) -> Size:
