@@ -33,12 +33,15 @@ from autoshard.cost_model.cluster import Cluster, measured_by
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.kernels import passing
+from autoshard.cost_model.optimizer import NAMED
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError
 from autoshard.ops import wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
+from autoshard.passes.choose_zero import make_plan
+from autoshard.planning import circumstances, forecaster
 from autoshard.runtime import processes
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.presence import Patience
@@ -56,6 +59,9 @@ POOL = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of buffers that are tak
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}  # of matmuls
 SIDES = {"cpu": (16, 64, 128, 256, 512, 1024), "cuda": (16, 64, 256, 1024, 2048, 4096, 8192)}
 TOKENS = {"cpu": ((1, 32), (1, 64), (4, 128), (2, 512)), "cuda": ((1, 64), (4, 128), (2, 512), (4, 2048), (2, 8192))}  # batch, sequence
+IMAGES = {  # batch, channels, height and width
+    "cpu": ((4, 4, 16), (4, 32, 16), (4, 128, 16)), "cuda": ((4, 4, 16), (4, 128, 16), (32, 128, 32), (128, 128, 32), (128, 256, 32))
+}  # fmt: skip
 NUMBERS = {"cpu": (2**8, 2**12, 2**15, 2**18, 2**20, 2**22), "cuda": (2**8, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)}
 Run = Callable[[], object]
 Shapes = Sequence[tuple[int, ...]]
@@ -83,7 +89,7 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
     where = Group(world.size, world.size // int(_together(processes.per_node([platform.node()] * world.size))))
     together = [*_packs(device), *_collectives(device, where, group)] if group else []
-    rows = [*_kernels(device), *serial, *together, *(_parameters(world.size) if device.type == "cpu" else ())]
+    rows = [*_kernels(device), *serial, *together, *(_parameters(world.size) if device.type == "cpu" else _calls(device))]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, dict[float, list[float]]] = {}
     for row in shown:
@@ -250,9 +256,9 @@ def _kernels(device: torch.device) -> Iterable[Row]:
             yield Row(f"matmul.{name}", 2 * n**3, _turns(_three_matmuls, [(n, n), (n, n)], dtype, device), 3)
         for b, s in TOKENS[device.type]:
             yield _attention(b, s, dtype, name, device)
-        for c in (4, 32, 128):
-            shapes = [(4, c, 16, 16), (c, c, 3, 3)]
-            yield Row(f"convolution.{name}", 2 * 4 * 16 * 16 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
+        for b, c, side in IMAGES[device.type]:
+            shapes = [(b, c, side, side), (c, c, 3, 3)]
+            yield Row(f"convolution.{name}", 2 * b * side**2 * c * c * 9, _training(_convolve, shapes, dtype, device), 3)
     bytes = functools.partial(passing, on_cpu=device.type == "cpu")
     for n in NUMBERS[device.type]:
         wide = [(max(n // 256, 1), 256)]
@@ -312,6 +318,56 @@ def _step_of_many(count: int, zero: Literal[0, 3]) -> Callable[[], float]:
         return time.thread_time() - start
 
     return step
+
+
+class _Block(nn.Module):
+    """Of a transformer, as small as it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.qkv, self.out, self.up, self.down = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class _Small(nn.Module):
+    """So little is computed that a step takes what the processor does for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_Block() for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def _calls(device: torch.device) -> Iterable[Row]:
+    """What the processor does for an operation of a step, with all that it does besides."""
+    ways: dict[str, Literal["eager", "inductor"]] = {"call": "eager", "call.generated": "inductor"}
+    for table, codegen in ways.items():
+        step, count = _small_step(codegen, device)
+        yield Row(table, 1, lambda step=step: itertools.repeat(step), count)  # type: ignore[misc]
+
+
+def _small_step(codegen: Literal["eager", "inductor"], device: torch.device) -> tuple[Callable[[], None], int]:
+    """A step by the backend itself, and how many operations it has."""
+    config, x = Config(zero=0, codegen=codegen, verbose=False), torch.ones(2, 16, 32)
+    forecast = forecaster(_Small(), x, config, Cluster(1, 1, _device(device, {}) if device.type == "cuda" else DEVICES["cpu"]), NAMED["adamw"])
+    program = forecast.simulated(make_plan(forecast.captured.inventory, config, circumstances(config, forecast.cluster), forecast))[0]
+    model, x = _Small().to(device), x.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend=Backend(config))
+
+    def step() -> None:
+        compiled(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, len(program.operations)
 
 
 def _one_by_one() -> Iterable[Row]:

@@ -293,7 +293,7 @@ class Forecaster:
 
 def _parts(took: StepTime) -> dict[str, float]:
     parts = {"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer}
-    return {**parts, "overhead": took.overhead} if took.overhead else parts
+    return parts | {name: took for name, took in (("overhead", took.overhead), ("launching", took.launching)) if took}
 
 
 def _step(program: Program, curve: Curve, took: StepTime) -> Step:

@@ -1,6 +1,7 @@
 """Compares what autoshard predicts with what is measured; writes docs/accuracy.md and autoshard/cost_model/accuracy.json.
 
     python bench/accuracy.py [--only llama,mlp,rank0] [--quick] [--device cpu]
+    python bench/accuracy.py --again h100            # predicts anew what was measured on that GPU, which need not be here
 
 With `--only`, the other rows stay those of earlier runs on a machine of this kind; rows of other devices always stay. On a GPU, which
 is taken where there is one, steps of one process are measured, and the memory of rank 0 of many.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -114,7 +116,9 @@ def device_called(kind: str) -> Device:
 def cluster_of(case: Case, clusters: dict[Links, Cluster]) -> Cluster:
     """The machines that a case is predicted for: as they were calibrated, but where rank 0 is alone, and has no links."""
     if case.lone:
-        return Cluster(max(1, case.world // NODE), min(NODE, case.world), device_called(case.kind))
+        here = next(iter(clusters.values()), None) if case.kind != "cpu" else None
+        device = device_named_like(case.device, here.device.memory) if here else device_called(case.kind)
+        return Cluster(max(1, case.world // NODE), min(NODE, case.world), device)
     cluster = clusters[case.links]
     return replace(cluster, per_node=case.world // cluster.nodes)
 
@@ -177,6 +181,8 @@ def _together(case: Case) -> tuple[int, int]:
 def compare(cases: Sequence[Case], scratch: Path, date: str) -> Iterable[Compared]:
     """Each case, after a calibration for all of them."""
     clusters = calibrated(scratch, dict.fromkeys(c.links for c in cases if not c.lone), cases[0].kind)
+    if cases[0].kind != "cpu" and clusters:
+        cluster_file(cases[0].device).write_text(next(iter(clusters.values())).to_yaml())
     for found in (_one_by_one if cases[0].kind == "cpu" else _beside_each_other)(cases, clusters, scratch, date):
         step = f", step {found.error('step'):+.1%}, machine {found.slower:.2f}" if found.case.timed else ""
         print(f"{found.case}: peak {found.error('peak'):+.1%}{step}", flush=True)
@@ -210,9 +216,21 @@ def _beside_each_other(cases: Sequence[Case], clusters: dict[Links, Cluster], sc
                         del workers[case]
         for case in workers:
             predicted, categories, _ = predictions[case]
-            yield Compared(case, predicted, json.loads((scratch / str(cases.index(case)) / "measured.json").read_text()), date, categories)
+            measured = json.loads((scratch / str(cases.index(case)) / "measured.json").read_text())
+            yield Compared(case, predicted, measured, date, categories, digest(predictions[case][2]))
     if failed:
         raise RuntimeError("\n".join(failed))
+
+
+def digest(plan: Plan) -> str:
+    """Of all that a job does by it."""
+    return hashlib.sha256(replace(plan, predicted=type(plan.predicted)()).to_json().encode()).hexdigest()[:16]
+
+
+def again(row: Compared, cluster: Cluster) -> Compared | None:
+    """The same measurement beside what is predicted now; None if another plan would be measured."""
+    predicted, categories, plan = predict(row.case, cluster_of(row.case, {row.case.links: cluster}))
+    return replace(row, predicted=predicted, categories=categories) if digest(plan) == row.plan else None
 
 
 def _see_no_gpu() -> None:
@@ -301,7 +319,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="models, and rank0 for jobs of which only that is there; with commas between")
     parser.add_argument("--quick", action="store_true", help="a third of the configurations")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--again", metavar="GPU", help="as the cost model calls it: predict anew what was measured on it")
     asked = parser.parse_args()
+    if asked.again:
+        predict_again(asked.again)
+        return 0
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds none here")
     device = device_called(asked.device).name
@@ -324,6 +346,17 @@ def main() -> int:
     return 0
 
 
+def predict_again(device: str) -> None:
+    """All rows of a GPU, by the calibration that was kept. ValueError if some have another plan now."""
+    file, cluster = file_of(device), Cluster.load(cluster_file(device))
+    known = Results.load(file)
+    rows = [again(row, cluster) for row in known.rows]
+    if others := [str(row.case) for row, now in zip(known.rows, rows) if now is None]:
+        raise ValueError(f"to be measured again, since their plans are others now: {', '.join(others)}")
+    Results(known.machine, [row for row in rows if row]).save(file)
+    publish()
+
+
 def is_wanted(case: Case, only: str) -> bool:
     """Whether `--only` says so."""
     said = only.split(",")
@@ -341,6 +374,11 @@ def machine_of(kind: str) -> str:
 def file_of(device: str) -> Path:
     """Where results of a device are."""
     return RESULTS / ("accuracy.json" if device == "cpu" else f"accuracy_{device.replace(' ', '_')}.json")
+
+
+def cluster_file(device: str) -> Path:
+    """Where the calibration of a GPU is."""
+    return RESULTS / f"cluster_{device.replace(' ', '_')}.yaml"
 
 
 def earlier(file: Path, kind: str, again: Sequence[Case]) -> list[Compared]:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
 from autoshard import Config
-from autoshard.calibrate import _parameters
+from autoshard.calibrate import _parameters, _small_step
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -171,6 +171,27 @@ def test_what_a_step_does_for_each_parameter_takes_time_where_that_was_measured(
     predicted = Forecaster(forecaster.captured, NAMED["adamw"], measured, "eager")(plan).predicted
     assert "overhead" not in plan.predicted.seconds and predicted.seconds["overhead"] == pytest.approx(trained / 2)
     assert predicted.step_seconds == pytest.approx((plan.predicted.step_seconds or 0.0) + trained / 2)
+
+
+@pytest.mark.parametrize(("codegen", "table"), [("eager", "call"), ("inductor", "call.generated")])
+def test_a_step_takes_as_long_as_launching_it(codegen: str, table: str) -> None:
+    """On a GPU that was measured: the longer of what it takes and what the processor does."""
+    captured, gpu = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1).captured, DEVICES["h100"]
+    found = {}
+    for seconds in (1e-12, 1e-9, 1.0):
+        device = replace(gpu, tables={table: ((1.0, seconds),)})
+        forecaster = Forecaster(captured, NAMED["adamw"], Cluster(1, 1, device), codegen)
+        program, *_ = forecaster.simulated(_plan(forecaster, 0))
+        predicted = _plan(forecaster, 0).predicted
+        found[seconds] = predicted.step_seconds
+        assert predicted.seconds.get("launching", 0.0) == pytest.approx(max(0.0, len(program.operations) * seconds - found[1e-12]))
+    assert found[1e-9] == found[1e-12] and found[1.0] == pytest.approx(len(program.operations))
+
+
+def test_a_calibration_counts_what_a_small_step_calls() -> None:
+    step, count = _small_step("eager", torch.device("cpu"))
+    step()
+    assert 6 * 20 < count < 6 * 80  # of each block, forward and backward
 
 
 def test_a_calibration_steps_models_of_little_but_parameters() -> None:

@@ -121,9 +121,10 @@ def test_one_trace_answers_every_size(name: str, codegen: str, off: float) -> No
         assert float(swept.seconds) == pytest.approx(traced.step_seconds, rel=0.02)
 
 
-def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation() -> None:
+@pytest.mark.parametrize("call", [1e-12, 1.0])
+def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation(call: float) -> None:
     captured = capture(Small(), _tokens(4, 16), open=True)
-    tables = {"view": ((1, 1e-5),), "sharded": ((1, 1e-4),), "gather_direct.issue@2": ((1e3, 1e-4), (1e6, 1e-2)), "pack_cast": ((1e3, 1e-4), (1e6, 1e-3))}
+    tables = {"view": ((1, 1e-5),), "sharded": ((1, 1e-4),), "gather_direct.issue@2": ((1e3, 1e-4), (1e6, 1e-2)), "pack_cast": ((1e3, 1e-4), (1e6, 1e-3)), "call": ((1, call),)}
     shared = replace(TWO, device=replace(TWO.device, interference=0.3, drag=0.4, skew=0.1, wake=1e-4, tables=tables))
     forecaster = Forecaster(captured, STEPPED, shared, "eager")
     for way in _swept("small", "eager").ways:

@@ -5,7 +5,9 @@ attention) or bytes that pass between processor and memory (the rest), and the f
 Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
 size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
 row, and costs nothing where it was not measured. "parameter" and "sharded" have a model's parameters as their size, and are what a
-step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop.
+step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop. A GPU runs behind the processor that asks for
+kernels, so that is not added there: "call", and with generated code "call.generated", are what a step takes of that processor for each
+operation of its graphs, with all that it does besides, and a step takes the longer of both.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
         spent = np.maximum(spent, look_up(memory, bytes))
     saved = max(table[0][1] - device.launch, 0.0) if fused else 0.0
     return np.maximum(spent - saved, device.launch) + (_one_by_one(work, device) if fused else 0.0)
+
+
+def calling(device: Device, fused: bool) -> float:
+    """Seconds that the processor takes for an operation, where kernels run behind it. fused: it calls generated code."""
+    return device.tables.get("call.generated" if fused else "call", ((1.0, 0.0),))[0][1]
 
 
 def _of_each(table: Table, work: Work) -> Amount:

@@ -62,13 +62,15 @@ Event = Stretch | Message | Wait
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step: events in order, over kernels of a device that shares itself so; then the optimizer, `after` seconds."""
+    """A step: events in order, over kernels of a device that shares itself so; then the optimizer, `after` seconds. least: seconds of
+    the processor that the device runs behind."""
 
     kernels: tuple[Kernel, ...]
     events: tuple[Event, ...]
     device: Device
     sharing: Sharing
     after: float
+    least: float = 0.0
 
     def seconds(self, values: Values) -> NDArray[np.float64]:
         """The step's seconds for many points at once: an array for each open size, by name, all of one shape."""
@@ -100,7 +102,7 @@ class Schedule:
             else:
                 for piece in event.pieces:
                     now = np.maximum(now, ends.pop(piece, now))
-        return np.atleast_1d(now + self.after)
+        return np.atleast_1d(np.maximum(now + self.after, self.least))
 
     @cached_property
     def _row(self) -> dict[Stretch, int]:
@@ -174,9 +176,10 @@ def schedule_of(
     after: float,
     link_of: LinkOf,
     issue: Callable[[Operation], float],
+    least: float,
 ) -> Schedule:
     """The schedule of a program. collective: the seconds of one. link_of: what carries it. issue: seconds that asking for it takes. generated: whether code is generated for an operation.
-    after: the optimizer's seconds."""
+    after: the optimizer's seconds. least: the processor's."""
     book = _Book()
     for operation in program.operations:
         if operation.name == WAIT:
@@ -190,4 +193,4 @@ def schedule_of(
         else:
             book.run(operation, (work_of(operation).at(program.open.named), generated(operation)))
     book.close()
-    return Schedule(tuple(book.kernels), tuple(book.events), device, sharing, after)
+    return Schedule(tuple(book.kernels), tuple(book.events), device, sharing, after, least)

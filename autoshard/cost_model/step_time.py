@@ -12,7 +12,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import GATHERS, Group
 from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.hardware import Device
-from autoshard.cost_model.kernels import look_up, seconds
+from autoshard.cost_model.kernels import calling, look_up, seconds
 from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
 from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.sizes import Open, bytes_of
@@ -33,15 +33,25 @@ _NAMES = {
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by part; a timeline of forward and backward. overhead: what a step does for each parameter beside
-    kernels."""
+    kernels. host: what the processor takes that a device's kernels run behind."""
 
     timeline: Timeline
     optimizer: float
     overhead: float
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
         """All of it."""
+        return self._of_device + self.launching
+
+    @property
+    def launching(self) -> float:
+        """How much longer than the device the processor takes."""
+        return max(0.0, self.host - self._of_device)
+
+    @property
+    def _of_device(self) -> float:
         return self.timeline.seconds + self.optimizer + self.overhead
 
 
@@ -68,7 +78,7 @@ def step_time(program: Program, held: Held, cluster: Cluster, groups: Mapping[st
     sharing = Sharing.on(cluster.device, groups.values())
     issue = functools.partial(_issue_seconds, cluster=cluster, groups=groups)
     line = timeline.simulate(program, kernel, collective, sharing, functools.partial(_link_of, groups), issue)
-    return StepTime(line, _optimizer(held, cluster.device), _overhead(held, cluster.device))
+    return StepTime(line, _optimizer(held, cluster.device), _overhead(held, cluster.device), _host(program, cluster.device, fused))
 
 
 def schedule(program: Program, held: Held, cluster: Cluster, groups: Mapping[str, Group], fused: bool) -> Schedule:
@@ -82,6 +92,7 @@ def schedule(program: Program, held: Held, cluster: Cluster, groups: Mapping[str
         _optimizer(held, cluster.device) + _overhead(held, cluster.device),
         functools.partial(_link_of, groups),
         functools.partial(_issue_seconds, cluster=cluster, groups=groups),
+        _host(program, cluster.device, fused),
     )
 
 
@@ -93,6 +104,10 @@ def _overhead(held: Held, device: Device) -> float:
     """None where kernels run behind the processor that asks for them."""
     counts = {"parameter": held.whole, "sharded": held.sharded}
     return sum(float(look_up(device.tables[name], count)) for name, count in counts.items() if count and name in device.tables)
+
+
+def _host(program: Program, device: Device, fused: bool) -> float:
+    return len(program.operations) * calling(device, fused)
 
 
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:
