@@ -353,7 +353,7 @@ def predict_again(device: str) -> None:
     rows = [again(row, cluster) for row in known.rows]
     if others := [str(row.case) for row, now in zip(known.rows, rows) if now is None]:
         raise ValueError(f"to be measured again, since their plans are others now: {', '.join(others)}")
-    Results(known.machine, [row for row in rows if row]).save(file)
+    replace(known, rows=[row for row in rows if row]).save(file)
     publish()
 
 

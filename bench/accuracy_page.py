@@ -45,6 +45,8 @@ def _section(found: Results) -> Iterable[str]:
     if not on_cpu:
         yield f"## {device}\n"
     yield (INTRODUCTION if on_cpu else ON_A_GPU).format(machine=found.machine, dates=dates)
+    if found.note:
+        yield f"{found.note}\n"
     columns = "| configuration | held MB | measured | grads MB | measured | peak MB | measured | error |"
     columns += "" if on_cpu else " reserved MB | measured | error | libraries MB |"
     columns += " step ms | measured | error |" + (" machine | without |" if on_cpu else "")

@@ -94,16 +94,17 @@ class Compared:
 
 @dataclass(frozen=True)
 class Results:
-    """What was compared on one device. machine: that it is in, in words."""
+    """What was compared on one device. machine: that it is in, in words. note: what else is to be said of it."""
 
     machine: str
     rows: list[Compared]
+    note: str = ""
 
     @staticmethod
     def load(file: Path) -> Results:
         """Those that `save` left."""
         known = json.loads(file.read_text())
-        return Results(known["machine"], [Compared(**{**row, "case": Case(**row["case"])}) for row in known["rows"]])
+        return Results(known["machine"], [Compared(**{**row, "case": Case(**row["case"])}) for row in known["rows"]], known.get("note", ""))
 
     def save(self, file: Path) -> None:
         """As JSON."""

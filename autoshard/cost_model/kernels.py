@@ -43,7 +43,7 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     if table is None:
         return device.launch + _roofline(work, device)
     hard = device.tables.get("hard")
-    spent = look_up(table, bytes) if work.kind not in BY_FLOPS else _of_each(table, work)
+    spent = look_up(table, bytes) if work.kind not in BY_FLOPS else _by_flops(table, work, device)
     if hard is not None and np.any(work.hard):
         spent = np.maximum(spent, look_up(hard, work.hard / 3))
     memory = device.tables.get("pointwise")
@@ -58,8 +58,10 @@ def calling(device: Device, fused: bool) -> float:
     return device.tables.get("call.generated" if fused else "call", ((1.0, 0.0),))[0][1]
 
 
-def _of_each(table: Table, work: Work) -> Amount:
-    """Of a batch of matmuls each is as fast as one of its size, without what a call takes."""
+def _by_flops(table: Table, work: Work, device: Device) -> Amount:
+    """Of a batch of matmuls each is as fast as one of its size, without what a call takes; a GPU works on all of them at once."""
+    if not device.is_cpu:
+        return look_up(table, work.flops)
     call, count = table[0][1], work.batch
     return call + count * (look_up(table, work.flops / count) - call)
 
