@@ -213,7 +213,7 @@ class Forecaster:
             usual=_step(program, curve, took),
             kept=kept_of(self._rehearsed(replace(usual, partition_activations=()))),
             simulate=lambda listed: _step(*self._simulate(plan, listed, held)),
-            simulate_alone=lambda listed: _step(*self._simulate(plan, listed, Held({}, 0, 0))),
+            simulate_alone=lambda listed: _step(*self._simulate(plan, listed, Held({}, 0, 0, by_itself=True))),
             seconds_of=self._seconds_of,
             copies=self._copies(usual),
             known=self._alone,

@@ -47,6 +47,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode  # seen: 2.11, 2.13
 
 __all__ = [
+    "HOLDS_TANGENTS",
     "KEEPS_OPERATORS",
     "SET_GRAD_ENABLED",
     "CompiledCall",
@@ -120,6 +121,8 @@ __all__ = [
 
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # seen: 2.11, 2.13; what Dynamo's graphs call where gradients go off and on
+# Whether autograd holds what it gives a compiled backward until that returns. Seen: 2.11 does; 2.13 hands it over in a box.
+HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 class ThroughDynamo(ShortenTraceback):

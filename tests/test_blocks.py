@@ -307,8 +307,8 @@ def test_a_block_that_gives_a_view_of_its_input_stays_in_the_graph() -> None:
     assert compiled(x) == model(x)
 
 
-def test_random_states_of_blocks_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs too, where torch would have a block's backward wind back a generator, which nobody gives it."""
+def test_random_states_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs too, where torch would have backward wind back a generator, which nobody gives a block, and whose numbers are others."""
     wound_back: list[bool] = []
 
     def partition(*args: Any, **keywords: Any) -> Any:
@@ -319,8 +319,7 @@ def test_random_states_of_blocks_are_tensors(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(codegen, "min_cut_rematerialization_partition", partition)
     torch.compiler.reset()
     torch.compile(Stack([Block(), Block()]), backend=autoshard.backend(_config(0, "eager")))(torch.randn(4, 8)).backward()
-    *of_blocks, of_what_is_around = wound_back
-    assert of_blocks and not any(of_blocks) and of_what_is_around
+    assert len(wound_back) > 1 and not any(wound_back)  # blocks, and what is around them
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,28 @@ def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen
     assert predicted.memory["parameters"] == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+class Shown(nn.Module):
+    """Gives what it computed its loss of, far in front of its peak in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(192, 2048), nn.Linear(2048, 64), nn.Linear(64, 1024)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.down(torch.tanh(self.up(x.flatten(1)))))
+        return logits.square().mean(), logits
+
+
+def test_what_autograd_gives_backward_is_there_until_it_returns() -> None:
+    """Zeros, for a result that a loop makes nothing of."""
+    model, x = Shown(), torch.randn(512, 3, 8, 8)
+    predicted = _plan(_forecaster(model, x, 1), 0).predicted
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=autoshard.backend(Config(codegen="eager", verbose=False)))
+    grown = grown_in_a_step(lambda: compiled(x)[0], torch.optim.AdamW(model.parameters()))
+    assert above_held(predicted) == pytest.approx(grown, rel=0.01)
+
+
 def test_flops_are_those_of_torchs_counter() -> None:
     model, x = Net(), torch.randn(16, 3, 8, 8)
     forecaster = _forecaster(model, x, 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -352,3 +354,30 @@ def test_writes_in_place_are_counted() -> None:
     assert torch_internals.times_written(whole) == torch_internals.times_written(view) == 1
     whole.data.add_(1)
     assert torch_internals.times_written(whole) == 1
+
+
+def test_tangents_are_held_until_backward_returns_or_not() -> None:
+    """Those that nothing else holds: zeros, of a result that nothing was made of."""
+    there: list[bool] = []
+
+    def backward(gm: torch.fx.GraphModule, _: Any) -> Any:
+        def run(given: list[Any]) -> Any:
+            (zeros,) = [weakref.ref(x) for x in given if isinstance(x, torch.Tensor) and not x.any()]
+            results = gm(*given)
+            given.clear()
+            there.append(zeros() is not None)
+            return results
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ w
+        return y.square().sum(), y.sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(both, backend=aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward))
+    loss, unused = compiled(torch.randn(5, 3), torch.randn(3, 7, requires_grad=True))
+    del unused
+    loss.backward()
+    assert there == [torch_internals.HOLDS_TANGENTS]

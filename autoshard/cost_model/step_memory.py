@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
+from autoshard import torch_internals
 from autoshard.cost_model.program import Body, Category, Listing, Program, Value, Writer, pieces_of
 from autoshard.cost_model.sizes import Open, Size, bytes_of
 
@@ -17,7 +18,8 @@ class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
     optimizer: bytes of its state; scratch: bytes that its step takes for a while. apart: bytes of parameters that the
     graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
-    parameters are trained, those of which a process has all and those of which it has rows."""
+    parameters are trained, those of which a process has all and those of which it has rows. by_itself: of a block, whose tangents are
+    what others give."""
 
     categories: Mapping[int, Category]
     optimizer: Size
@@ -26,6 +28,7 @@ class Held:
     moved: tuple[tuple[int, int], ...] = ()
     whole: int = 0
     sharded: int = 0
+    by_itself: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ def program_of(
     if listed.backward is not None:
         given = _backward_inputs(program, listed.backward, {b: outputs[f] for f, b in listed.saved.items()})
         gradients = writer.write(listed.backward, "backward", given, listed.whole)
-        for tangent in (v for i, v in enumerate(given) if i not in listed.saved.values() and isinstance(v, int)):
-            program.keep(tangent, len(program.operations) - 1)  # autograd holds them until backward returns
+        if torch_internals.HOLDS_TANGENTS and not held.by_itself:
+            program.keep([value for i, value in enumerate(given) if i not in listed.saved.values()], len(program.operations) - 1)
         _leave(program, gradients, held)
     end = len(program.operations)
     for made in program.pieces:
