@@ -203,23 +203,30 @@ def _beside_each_other(cases: Sequence[Case], clusters: dict[Links, Cluster], sc
         predictions = dict(zip(cases, pool.map(predict, cases, where)))
     failed: list[str] = []
     for some in _fitting(predictions, where[0].device.memory):
+        folders = {case: scratch / str(cases.index(case)) for case in some}
         with contextlib.ExitStack() as ended:
-            workers = {case: _told(case, predictions[case][2], scratch / str(cases.index(case))) for case in some}
+            workers = {case: _told(case, predictions[case][2], folder) for case, folder in folders.items()}
             for worker in workers.values():
                 ended.callback(worker.stop)
-            for step in (Told.wait_until_ready, Told.measure):
-                for case, worker in list(workers.items()):
-                    try:
-                        step(worker)
-                    except RuntimeError as error:
-                        failed.append(str(error))
-                        del workers[case]
-        for case in workers:
-            predicted, categories, _ = predictions[case]
-            measured = json.loads((scratch / str(cases.index(case)) / "measured.json").read_text())
-            yield Compared(case, predicted, measured, date, categories, digest(predictions[case][2]))
+            errors = _in_turn(workers)
+        failed += errors.values()
+        for case in (case for case in some if case not in errors):
+            predicted, categories, plan = predictions[case]
+            yield Compared(case, predicted, json.loads((folders[case] / "measured.json").read_text()), date, categories, digest(plan))
     if failed:
         raise RuntimeError("\n".join(failed))
+
+
+def _in_turn(workers: Mapping[Case, Told]) -> dict[Case, str]:
+    """Has each measure when all are ready; what those said that failed."""
+    failed: dict[Case, str] = {}
+    for step in (Told.wait_until_ready, Told.measure):
+        for case in (case for case in workers if case not in failed):
+            try:
+                step(workers[case])
+            except RuntimeError as error:
+                failed[case] = str(error)
+    return failed
 
 
 def digest(plan: Plan) -> str:

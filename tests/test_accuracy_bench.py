@@ -12,6 +12,7 @@ import torch
 from autoshard.cost_model import accuracy as record
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
+from autoshard.plan import Plan
 
 BENCH = Path(__file__).parents[1] / "bench"
 with pytest.MonkeyPatch.context() as patch:
@@ -53,6 +54,39 @@ def test_a_gpu_says_what_is_allocated_and_reserved(tmp_path: Path) -> None:
         found = accuracy.measure(case, plan, tmp_path)
         assert found.keys() == predicted.keys() | {"libraries"}
         assert found["parameters"] == predicted["parameters"] and found["reserved"] >= found["peak"] >= found["held"]
+
+
+@pytest.mark.full
+def test_cases_are_compiled_beside_each_other_and_one_that_fails_costs_its_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))  # which processes that predict have from here
+    monkeypatch.setattr(accuracy, "_fitting", lambda predictions, _: iter([[case] for case in predictions]))
+    plain = accuracy._program
+    bad = replace(MLP, zero=1)
+    monkeypatch.setattr(accuracy, "_program", lambda case, *rest: ["-c", "raise SystemExit('no room')"] if case == bad else plain(case, *rest))
+    found = []
+    with pytest.raises(RuntimeError, match="exit status 1\nno room"):
+        for one in accuracy._beside_each_other([bad, MLP], {}, tmp_path, "today"):
+            found.append(one)
+    (one,) = found
+    assert one.case == MLP and one.measured["parameters"] == one.predicted["parameters"] and one.plan
+
+
+def test_cases_are_on_a_gpu_together_as_far_as_they_fit() -> None:
+    cases = [replace(MLP, batch=n) for n in range(1, 5)]
+    sizes = dict(zip(cases, (1e9, 30e9, 30e9, 90e9)))
+    predictions = {case: ({"reserved": size}, {}, Plan(1, (("shard", 1),), ())) for case, size in sizes.items()}
+    assert list(accuracy._fitting(predictions, 80 * 10**9)) == [cases[:3], cases[3:]]
+    assert list(accuracy._fitting(predictions, 40 * 10**9)) == [cases[:2], cases[2:3], cases[3:]]
+
+
+def test_what_was_measured_is_predicted_again_while_its_plan_is_the_same() -> None:
+    case = replace(MLP, device="h100")
+    cluster = Cluster(1, 1, replace(DEVICES["h100"], memory=10**10))
+    predicted, _, plan = accuracy.predict(case, accuracy.cluster_of(case, {(1, 0): cluster}))
+    row = Compared(case, {"peak": 1.0}, {"peak": 2.0}, "2026-01-01", plan=accuracy.digest(plan))
+    now = accuracy.again(row, cluster)
+    assert now is not None and now.predicted == predicted and now.measured == row.measured
+    assert accuracy.again(replace(row, plan="another"), cluster) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
