@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from autoshard.rehearsal import prepare
 from autoshard.report import rendered
 from autoshard.sweep_report import sweep_tables
 from tests.models import ConvNet, gpt2, llama
+from tests.small import in_full
 
 TWO = Cluster(1, 2, DEVICES["cpu"])
 STEPPED = as_they_will_step(NAMED["adamw"], Config(), TWO)
@@ -133,6 +134,20 @@ def test_at_the_traced_sizes_it_is_the_plan_s_own_simulation(call: float) -> Non
         here: Any = {"batch": np.array([4.0]), "sequence": np.array([16.0])}
         assert curve.peaks(here).tolist() == [predicted.peak_bytes]
         assert schedule.seconds(here)[0] == pytest.approx(predicted.step_seconds, rel=1e-9)
+
+
+GROWING = st.lists(st.integers(2, 4096).map(float), min_size=2, max_size=16).map(sorted).map(np.array)
+
+
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+@settings(max_examples=10)
+@given(sizes=GROWING, other=st.integers(2, 4096).map(float))
+def test_a_step_of_more_never_takes_less(codegen: str, sizes: Any, other: float) -> None:
+    """Whole steps of each stage, in bytes and in seconds, by batch and by sequence."""
+    fixed, sweep = np.full(len(sizes), other), _swept("small", codegen)
+    for way, at in itertools.product(sweep.ways, ({"batch": sizes, "sequence": fixed}, {"batch": fixed, "sequence": sizes})):
+        found = replace(sweep, ways=(way,)).at(**at)
+        assert (np.diff(found.peak) >= 0).all() and (np.diff(found.seconds) >= -1e-12).all()
 
 
 class Batched(nn.Linear):

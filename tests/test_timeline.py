@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import networkx as nx
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.fx import Graph
 
 from autoshard.cost_model import timeline
-from autoshard.cost_model.program import Operation, Program
+from autoshard.cost_model.program import WAIT, Operation, Program, is_collective
+from autoshard.cost_model.timeline import Link, Sharing
 
 
 def test_collectives_hide_behind_compute_until_they_are_waited_for() -> None:
@@ -74,3 +81,117 @@ def test_what_the_transport_holds_is_there_while_its_collective_is_carried_out()
     line = timeline.simulate(program, lambda operation: {2: 3.0, 3: 4.0}[operation.makes[0]], lambda _: 5.0)
     timeline.land(program, line)
     assert [(piece.made, piece.last) for piece in program.pieces] == [(2, 3), (4, 5)]
+
+
+# --- against brute force, on random programs
+
+AMOUNTS = st.integers(0, 8).map(float)  # seconds
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A program; by the position of an operation its seconds, on which link it is, and what asking for it takes. waited: by the position of
+    a wait, that of its collective."""
+
+    program: Program
+    seconds: list[float]
+    links: list[Link]
+    asking: list[float]
+    waited: dict[int, int]
+
+    def simulated(self, sharing: Sharing, asking: bool = True) -> timeline.Timeline:
+        at = {id(operation): i for i, operation in enumerate(self.program.operations)}
+
+        def seconds(operation: Operation) -> float:
+            return self.seconds[at[id(operation)]]
+
+        def link_of(operation: Operation) -> Link:
+            return self.links[at[id(operation)]]
+
+        def issue(operation: Operation) -> float:
+            return self.asking[at[id(operation)]] if asking else 0.0
+
+        return timeline.simulate(self.program, seconds, seconds, sharing, link_of, issue)
+
+
+@st.composite
+def programs(draw: st.DrawFn, two_links: bool = True) -> Drawn:
+    """Kernels, collectives, and waits for some of those, each once."""
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    kernel, reduce = (graph.call_function(op, ()) for op in (torch.ops.aten.relu.default, c10d.all_reduce.default))
+    operations: list[Operation] = []
+    flying: dict[int, int] = {}
+    waited: dict[int, int] = {}
+    for i, kind in enumerate(draw(st.lists(st.sampled_from(["kernel", "collective", "wait"]), max_size=12))):
+        if kind == "wait" and flying:
+            piece = draw(st.sampled_from(sorted(flying)))
+            waited[i] = flying.pop(piece)
+            operations.append(Operation(graph.call_function(c10d.wait_tensor.default, (reduce,)), "forward", (piece,), ()))
+        else:
+            operations.append(Operation(reduce if kind == "collective" else kernel, "forward", (), (i,)))
+            flying |= {i: i} if kind == "collective" else {}
+    count = len(operations)
+    links: list[Link] = draw(st.lists(st.sampled_from(["between", "inside"] if two_links else ["between"]), min_size=count, max_size=count))
+    amounts = st.lists(AMOUNTS, min_size=count, max_size=count)
+    return Drawn(Program(operations), draw(amounts), links, draw(amounts), waited)
+
+
+def longest_path(drawn: Drawn) -> float:
+    """Of all that must be in turn: operations on compute, collectives of a link, and a wait behind its collective."""
+    graph, before, busy = nx.DiGraph(), "begin", dict[Link, str]()
+    graph.add_node(before)
+    for i, operation in enumerate(drawn.program.operations):
+        here = f"compute {i}"
+        collective = is_collective(operation.node) and operation.name != WAIT
+        graph.add_edge(before, here, taken=drawn.asking[i] if collective else 0.0 if i in drawn.waited else drawn.seconds[i])
+        if i in drawn.waited:
+            graph.add_edge(f"link {drawn.waited[i]}", here, taken=0.0)
+        if collective:  # it may begin while it is asked for
+            graph.add_edge(before, f"link {i}", taken=drawn.seconds[i])
+            if (last := busy.get(drawn.links[i])) is not None:
+                graph.add_edge(last, f"link {i}", taken=drawn.seconds[i])
+            busy[drawn.links[i]] = f"link {i}"
+        before = here
+    return max(nx.dag_longest_path_length(graph.subgraph(nx.ancestors(graph, before) | {before}), "taken"), 0.0)
+
+
+@given(programs())
+def test_a_step_is_the_longest_path_through_what_must_be_in_turn(drawn: Drawn) -> None:
+    line = drawn.simulated(timeline.ALONE)
+    assert line.seconds == pytest.approx(longest_path(drawn))
+    assert line.exposed == pytest.approx(line.seconds - line.compute)
+
+
+def in_small_steps(drawn: Drawn, sharing: Sharing, step: float) -> float:
+    """A clock that goes on by `step`: in each, compute and the link do a part of what is left of each, less where both are at work."""
+    now, stack = 0.0, list[list[float]]()  # what is left of each collective, in turn
+    flying: dict[int, list[float]] = {}
+
+    def advance(computing: bool) -> float:
+        nonlocal now
+        while stack and stack[0][0] <= 0:
+            stack.pop(0)
+        if stack:
+            stack[0][0] -= step * (1 - (sharing.drag if computing else 0.0))
+        now += step
+        return step * (1 - (sharing.interference if stack else 0.0))
+
+    for i, operation in enumerate(drawn.program.operations):
+        if i in drawn.waited:
+            while any(each is flying[drawn.waited[i]] for each in stack):
+                advance(False)
+        elif is_collective(operation.node):
+            flying[i] = [drawn.seconds[i]]
+            stack.append(flying[i])
+        else:
+            left = drawn.seconds[i]
+            while left > 0:
+                left -= advance(True)
+    return now
+
+
+@given(programs(two_links=False), st.sampled_from([0.0, 0.25, 0.5]), st.sampled_from([0.0, 0.25, 0.5]))
+def test_beside_each_other_both_are_slower_as_a_clock_would_say(drawn: Drawn, interference: float, drag: float) -> None:
+    sharing, step = Sharing(interference, drag), 1 / 64
+    taken = drawn.simulated(sharing, asking=False).seconds
+    assert taken == pytest.approx(in_small_steps(drawn, sharing, step), abs=4 * step * max(1, len(drawn.seconds)))
