@@ -38,7 +38,7 @@ bench: $(VENV)/ready
 	$(BIN)/pip install -q --no-build-isolation -e ".[bench]"
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/optimizer.py
-	if command -v nvidia-smi >/dev/null; then $(BIN)/python bench/gpu_kernels.py; fi
+	if command -v nvidia-smi >/dev/null; then $(BIN)/python bench/gpu_kernels.py && $(BIN)/python bench/gpu_step.py; fi
 
 bench-accuracy: $(VENV)/ready
 	$(BIN)/python bench/accuracy.py

@@ -424,12 +424,17 @@ def _turns(
 
     def make() -> Iterator[Run]:
         count = _count(shapes, dtype, device)
-        sets = [[torch.full(s, 0.5, dtype=dtype, device=device) for s in shapes] for _ in range(count)]
+        sets = [[_filled(s, dtype, device) for s in shapes] for _ in range(count)]
         kept: deque[object] = deque((function(*buffers) for buffers in sets), maxlen=count)
         for buffers in itertools.cycle(sets):
             yield lambda buffers=buffers: kept.append(function(*buffers))  # type: ignore[misc]
 
     return make
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a GPU with numbers that differ: it draws less power for equal ones, and is faster than in a step."""
+    return torch.full(shape, 0.5, dtype=dtype) if device.type == "cpu" else torch.randn(shape, dtype=dtype, device=device)
 
 
 def _count(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> int:

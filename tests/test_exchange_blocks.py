@@ -71,7 +71,7 @@ def _prepared(make: Callable[[], nn.Module], zero: int, inductor: bool) -> tuple
     return prepare(capture(model, inputs()), plan, inductor, known=known), plan, known
 
 
-@pytest.mark.parametrize(("make", "zero", "inductor"), [(Deep, 0, False), (Heads, 3, False), in_full(Heads, 2, True)])
+@pytest.mark.parametrize(("make", "zero", "inductor"), [(Deep, 0, False), in_full(Heads, 3, False), in_full(Heads, 2, True)])
 def test_blocks_that_save_something_else_are_as_if_they_were_traced(make: Callable[[], nn.Module], zero: int, inductor: bool) -> None:
     prepared, plan, known = _prepared(make, zero, inductor)
     names = [name for kind in prepared.kinds for name in kind.names]

@@ -61,6 +61,7 @@ def by_its_own_loss() -> None:
         optimizer.step(closure)
 
 
+@pytest.mark.full
 def test_lbfgs_by_losses_of_their_own_is_named(two: Cluster) -> None:
     said = two.answers(by_its_own_loss)
     assert [kind for kind, _ in said] == ["error", "error"]

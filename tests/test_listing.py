@@ -68,7 +68,7 @@ def test_lists_are_what_torch_writes(make: Callable[[], nn.Module], given: Any, 
         _take_the_same(savings, policy, listed, cut)
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
 def test_blocks_that_are_no_graphs_are_listed_together(codegen: Any) -> None:
     """Of BatchNorm, which writes to its buffers."""
     forecaster = forecaster_of(Stack(), inputs(16), codegen)

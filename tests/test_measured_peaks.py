@@ -81,13 +81,14 @@ def grown_by_each(plans: list[autoshard.Plan], codegen: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("zero", "codegen"), [(3, "eager"), in_full(2, "eager"), in_full(0, "inductor"), in_full(3, "inductor")])
-def test_peaks_follow_budgets_on_two_processes(two: Cluster, zero: int, codegen: str) -> None:
+@pytest.mark.parametrize("shares", [(14, 10), in_full((16, 14, 12, 10))], ids=["two", "four"])
+def test_peaks_follow_budgets_on_two_processes(two: Cluster, zero: int, codegen: str, shares: tuple[int, ...]) -> None:
     def planned(budget: int | None) -> autoshard.Plan:
         settings = config(zero, codegen=codegen, memory_budget=budget, recompute="auto" if budget else "none")
         return autoshard.plan(Deep(), inputs(64), settings, Machines(1, 2, DEVICES["cpu"]))
 
     top = planned(None).predicted.peak_bytes
-    budgets = [top * share // 16 for share in (16, 14, 12, 10)]
+    budgets = [top * share // 16 for share in shares]
     plans = [planned(budget) for budget in budgets]
     assert plans[-1].recompute
     for found in two.run(grown_by_each, plans, codegen):

@@ -332,6 +332,7 @@ def test_numbers_on_three_processes_of_uneven_parts(three: Processes) -> None:
         assert same(ours, theirs)
 
 
+@pytest.mark.full
 def test_numbers_on_inductor(two: Processes) -> None:
     plan = replace(planned(codegen="inductor"), partition_activations=ALL)
     assert forecasts(codegen="inductor").alike(plan)

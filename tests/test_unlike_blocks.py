@@ -157,6 +157,7 @@ def _with_open_numbers() -> Distance:
     return measure_case(Case(Numbers, _of_any_length, loss=lambda out: out), config(0), steps=3, dynamic=True)
 
 
+@pytest.mark.full
 def test_a_module_s_numbers_may_be_open_too(two: Cluster) -> None:
     """With dynamic=True they come in tensors, of which a graph of its own could not tell the numbers."""
     for distance in two.run(_with_open_numbers):
