@@ -4,9 +4,9 @@
 model is traced. A plan for a GPU is traced on the CPU, whose fast kernel drops nothing out: with dropout torch takes the formulas
 there, that keep sequence² numbers of each head for backward. A GPU's kernels keep none. So in a graph that is planned for a GPU the call
 is one of these, by torch's own order: flash attention for half precision without a mask, on all but GPUs older than it; else the
-memory-efficient one; else the formulas, as for fewer heads of keys than of queries, or a mask that was expanded over keys, which that
-one does not take. On Hopper torch prefers cuDNN's kernel to flash attention, for masks too, which keeps as much and is not told apart
-here.
+memory-efficient one; else the formulas: for fewer heads of keys than of queries, for float64, and where numbers of a head or of a mask
+do not lie one after the other, as of one that was expanded over keys. On Hopper torch prefers cuDNN's kernel in half precision, which is
+not told apart here: it keeps as much as flash attention, and where there is a mask and fewer heads of keys, less than the formulas.
 """
 
 from __future__ import annotations
@@ -92,10 +92,12 @@ def _kernel(device: Device, node: Node) -> Any:
     if query.device.type != "cpu" or query.dim() != 4:
         return None
     grouped, heads = query.shape[1] != key.shape[1], {query.shape[-1], key.shape[-1], value.shape[-1]}
+    given = (query, key, value, *(() if mask is None else (mask,)))
+    if any(x.stride(-1) != 1 for x in given):
+        return formulas
     if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and device.name != _OLD:
         return flash
-    strided = any(x.stride(-1) != 1 for x in (query, key, value, *(() if mask is None else (mask,))))
-    return formulas if grouped or strided else efficient
+    return efficient if query.dtype in (*_HALF, torch.float32) and not grouped else formulas
 
 
 def _example(node: Node, position: int, name: str) -> Any:

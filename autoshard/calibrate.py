@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
+from autoshard.calibrate_calls import small_step
 from autoshard.codegen import has_compiler
 from autoshard.compiler import Backend
 from autoshard.config import Config
@@ -33,15 +34,13 @@ from autoshard.cost_model.cluster import Cluster, measured_by
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.kernels import passing
-from autoshard.cost_model.optimizer import NAMED
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError
+from autoshard.kernels.launcher import lacking
 from autoshard.ops import wire
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
-from autoshard.passes.choose_zero import make_plan
-from autoshard.planning import circumstances, forecaster
 from autoshard.runtime import processes
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.presence import Patience
@@ -89,7 +88,7 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     serial = _one_by_one() if device.type == "cpu" and not _together(not has_compiler()) else ()
     where = Group(world.size, world.size // int(_together(processes.per_node([platform.node()] * world.size))))
     together = [*_packs(device), *_collectives(device, where, group)] if group else []
-    rows = [*_kernels(device), *serial, *together, *(_parameters(world.size) if device.type == "cpu" else _calls(device))]
+    rows = [*_kernels(device), *serial, *together, *_beside_kernels(device, world.size)]
     shown = track(rows * PASSES, "measuring", console=Console(stderr=True), disable=world.rank != 0, transient=True)
     tables: dict[str, dict[float, list[float]]] = {}
     for row in shown:
@@ -284,6 +283,17 @@ def _packs(device: torch.device) -> Iterable[Row]:
             yield Row(table, size, _turns(pack, [(n,)] * PACKED, torch.float32, device))
 
 
+def _beside_kernels(device: torch.device, world: int) -> Iterable[Row]:
+    """What a step takes of the processor: on a CPU for each parameter; where kernels run behind it, for each operation of one process."""
+    if device.type == "cpu":
+        yield from _parameters(world)
+    elif world == 1:
+        ways: dict[str, Literal["eager", "inductor"]] = {"call": "eager", "call.generated": "inductor"}
+        for table, codegen in list(ways.items())[: 1 if lacking() else 2]:
+            step, count = small_step(codegen, device, _device(device, {}))
+            yield Row(table, 1, lambda step=step: itertools.repeat(step), count)  # type: ignore[misc]
+
+
 class _Many(nn.Module):
     """So little is computed of its parameters that a step takes what it does for each."""
 
@@ -318,70 +328,6 @@ def _step_of_many(count: int, zero: Literal[0, 3]) -> Callable[[], float]:
         return time.thread_time() - start
 
     return step
-
-
-class _Block(nn.Module):
-    """Of a Llama, as small as it gets: with as many operations for a parameter, which takes time of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ParameterList(torch.ones(32) for _ in range(2))
-        self.projections = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
-        self.up, self.gate, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((32, 64), (32, 64), (64, 32)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = _normed(x, self.norms[0])
-        q, k, v = (p(y).unflatten(-1, (2, 16)).transpose(1, 2) for p in self.projections[:3])
-        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
-        x = x + self.projections[3](y.transpose(1, 2).flatten(2))
-        y = _normed(x, self.norms[1])
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
-def _rotated(x: Tensor) -> Tensor:
-    """As by an angle, which takes no operation of its own."""
-    first, second = x.chunk(2, -1)
-    return x * 0.6 + torch.cat((-second, first), -1) * 0.8
-
-
-class _Small(nn.Module):
-    """So little is computed that a step takes what the processor does for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(_Block() for _ in range(6)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
-
-
-def _calls(device: torch.device) -> Iterable[Row]:
-    """What the processor does for an operation of a step, with all that it does besides."""
-    ways: dict[str, Literal["eager", "inductor"]] = {"call": "eager", "call.generated": "inductor"}
-    for table, codegen in ways.items():
-        step, count = _small_step(codegen, device)
-        yield Row(table, 1, lambda step=step: itertools.repeat(step), count)  # type: ignore[misc]
-
-
-def _small_step(codegen: Literal["eager", "inductor"], device: torch.device) -> tuple[Callable[[], None], int]:
-    """A step by the backend itself, and how many operations it has."""
-    config, x = Config(zero=0, codegen=codegen, verbose=False), torch.ones(2, 16, 32)
-    forecast = forecaster(_Small(), x, config, Cluster(1, 1, _device(device, {}) if device.type == "cuda" else DEVICES["cpu"]), NAMED["adamw"])
-    program = forecast.simulated(make_plan(forecast.captured.inventory, config, circumstances(config, forecast.cluster), forecast))[0]
-    model, x = _Small().to(device), x.to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    compiled = torch.compile(model, backend=Backend(config))
-
-    def step() -> None:
-        compiled(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, len(program.operations)
 
 
 def _one_by_one() -> Iterable[Row]:

@@ -263,10 +263,10 @@ class Forecaster:
 
     def _program(self, listed: Listed, held: Held) -> Program:
         program = program_of(listed, held, body_of, self.cluster.device.inside.scatters, self.captured.open)
-        on_cpu = self.cluster.device.is_cpu
-        channels_last = self.inductor and are_channels_last(program, on_cpu)
+        device = self.cluster.device
+        channels_last = self.inductor and are_channels_last(program, device.is_cpu)
         program = fuse(program, channels_last) if self.inductor else program
-        add_workspaces(program, on_cpu, channels_last)
+        add_workspaces(program, device, channels_last)
         return program
 
     def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
@@ -293,7 +293,7 @@ class Forecaster:
 
 def _parts(took: StepTime) -> dict[str, float]:
     parts = {"compute": took.timeline.compute, "waiting": took.timeline.exposed, "optimizer": took.optimizer}
-    return parts | {name: took for name, took in (("overhead", took.overhead), ("launching", took.launching)) if took}
+    return parts | {name: spent for name, spent in (("overhead", took.overhead), ("launching", took.launching)) if spent}
 
 
 def _step(program: Program, curve: Curve, took: StepTime) -> Step:

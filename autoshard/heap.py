@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, TypeVar
@@ -61,7 +61,7 @@ def thawed() -> Iterator[None]:
     """Inside, the collector knows of what gc.freeze() hid from it too. Behind it all is frozen again, where something was."""
     count = gc.get_freeze_count()
     gc.unfreeze()
-    frozen = count > 0 and _mortal(gc.get_objects()[-count:])
+    frozen = _is_frozen(count, map(sys.getrefcount, gc.get_objects()) if count else ())
     try:
         yield
     finally:
@@ -69,6 +69,7 @@ def thawed() -> Iterator[None]:
             gc.freeze()
 
 
-def _mortal(objects: list[Any]) -> bool:
-    """Whether some are not immortal: those Python 3.12 counts as frozen, though nobody froze anything, and has so many references."""
-    return any(sys.getrefcount(found) < _IMMORTAL for found in objects)
+def _is_frozen(count: int, references: Iterable[int]) -> bool:
+    """Whether somebody froze what there is, where so many objects are frozen. From 3.12 on Python counts those that are immortal, though
+    nobody froze anything; they have so many references. Freezing takes all of them, so there are more."""
+    return count > sum(map(_IMMORTAL.__le__, references))

@@ -57,6 +57,7 @@ from autoshard.cost_model.step_time import StepTime  # noqa: E402
 from autoshard.cost_model.work import work_of  # noqa: E402
 from autoshard.passes.choose_zero import make_plan  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
+from autoshard.plan import Prediction as Predicted  # noqa: E402
 from autoshard.planning import circumstances, forecaster  # noqa: E402
 
 # Rows of calibrate's tables that say how fast the machine is: the width of a matmul, the numbers of a sum of two tensors.
@@ -199,9 +200,14 @@ def _beside_each_other(cases: Sequence[Case], clusters: dict[Links, Cluster], sc
     """Predicted at once, and compiled as many at once as fit: a GPU waits for little else. Then their steps are measured one after
     the other. RuntimeError at the end if some failed."""
     where = [cluster_of(case, clusters) for case in cases]
-    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn"), _see_no_gpu) as pool:
-        predictions = dict(zip(cases, pool.map(predict, cases, where)))
+    predictions: dict[Case, Prediction] = {}
     failed: list[str] = []
+    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("spawn"), _see_no_gpu) as pool:
+        for case, found in {case: pool.submit(predict, case, cluster) for case, cluster in zip(cases, where)}.items():
+            if error := found.exception():
+                failed.append(f"{case}: {error!r}")
+            else:
+                predictions[case] = found.result()
     for some in _fitting(predictions, where[0].device.memory):
         folders = {case: scratch / str(cases.index(case)) for case in some}
         with contextlib.ExitStack() as ended:
@@ -230,8 +236,8 @@ def _in_turn(workers: Mapping[Case, Told]) -> dict[Case, str]:
 
 
 def digest(plan: Plan) -> str:
-    """Of all that a job does by it."""
-    return hashlib.sha256(replace(plan, predicted=type(plan.predicted)()).to_json().encode()).hexdigest()[:16]
+    """Of all that a job does by it: not of what is predicted of it, nor of why."""
+    return hashlib.sha256(replace(plan, predicted=Predicted(), why=()).to_json().encode()).hexdigest()[:16]
 
 
 def again(row: Compared, cluster: Cluster) -> Compared | None:
@@ -340,12 +346,13 @@ def main() -> int:
         wanted = [c for c in wanted if not c.mbit]
     kind, file = machine_of(asked.device), file_of(device)
     rows = earlier(file, kind, wanted) if asked.only else []
+    note = Results.load(file).note if rows else ""
     scratch = Path(tempfile.mkdtemp(prefix="autoshard-accuracy-"))
     try:
         for _, alike in itertools.groupby(sorted(wanted, key=_together), _together):
             for found in compare(list(alike), scratch, side_by_side.machine("this machine").date):
                 rows = sorted([*rows, found], key=lambda c: _together(c.case))
-                Results(kind, rows).save(file)  # should the next one fail
+                Results(kind, rows, note).save(file)  # should the next one fail
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     publish()

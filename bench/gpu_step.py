@@ -1,6 +1,6 @@
 """A training step on one GPU beside what one would write by hand: torch.compile with a fused AdamW under autocast.
 
-    python bench/gpu_step.py [--layers 12] [--rounds 20]        # writes bench/results/gpu_step.md
+    python bench/gpu_step.py [--layers 8] [--rounds 20]        # writes bench/results/gpu_step.md
 
 Each way is a process of its own; they compile beside each other and step one after the other. Times are medians by the GPU's clock; a
 peak is the most that CUDA's allocator had given out in a step.
@@ -120,7 +120,7 @@ def report(found: dict[str, dict[str, float]], layers: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     said = parser.parse_args()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 READY = "ready\n"
 SECONDS = 900  # that each may take to get ready, and then to measure
@@ -24,12 +26,21 @@ class Told:
     def wait_until_ready(self) -> None:
         """RuntimeError, with what it said, if it ends instead."""
         assert self._process.stdout is not None
-        if READY not in iter(self._process.stdout.readline, ""):
-            self._fail()
+        late = threading.Timer(SECONDS, self._process.kill)
+        late.start()
+        try:
+            if READY not in iter(self._process.stdout.readline, ""):
+                self._fail()
+        finally:
+            late.cancel()
 
     def measure(self) -> str:
         """What it writes now that nothing else runs. RuntimeError if it fails."""
-        said, _ = self._process.communicate("go\n", timeout=SECONDS)
+        try:
+            said, _ = self._process.communicate("go\n", timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._fail()
         if self._process.returncode:
             self._fail()
         return said
@@ -39,7 +50,7 @@ class Told:
         self._process.kill()
         self._process.communicate()
 
-    def _fail(self) -> None:
+    def _fail(self) -> NoReturn:
         raise RuntimeError(f"{' '.join(self._program)}: exit status {self._process.wait()}\n{self._errors.read_text()}")
 
 

@@ -23,7 +23,7 @@ SCORES = HEADS * LENGTH * LENGTH  # numbers, of one sequence
 
 
 class Attending(nn.Module):
-    """With dropout, a mask of booleans, of what is added, or one that was expanded, or fewer heads of keys than of queries."""
+    """With dropout, a mask of booleans, of what is added, or one that was expanded, values that lie otherwise, or fewer heads of keys than of queries."""
 
     def __init__(self, masked: str = "", grouped: bool = False) -> None:
         super().__init__()
@@ -34,6 +34,8 @@ class Attending(nn.Module):
         heads = HEADS // 2 if self.grouped else HEADS
         q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
+        if self.masked == "strided":
+            v = v.mT.contiguous().mT
         row = x[..., :1].detach().transpose(1, 2)[:, None].contiguous()
         mask = {"bool": row > 0, "added": row, "expanded": (row.mT > 0).expand(-1, -1, -1, x.shape[1])}.get(self.masked)
         y = F.scaled_dot_product_attention(q, k, v, mask, 0.1, enable_gqa=self.grouped)
@@ -49,6 +51,8 @@ CASES = [
     ("h100", FULL, "", False, efficient),
     ("h100", FULL, "", True, formulas),
     ("h100", FULL, "expanded", False, formulas),
+    ("h100", HALF, "strided", False, formulas),
+    ("h100", torch.float64, "", False, formulas),
     ("v100", torch.float16, "", False, efficient),
     ("cpu", HALF, "", False, F.scaled_dot_product_attention),
 ]

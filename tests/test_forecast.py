@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
 from autoshard import Config
-from autoshard.calibrate import _parameters, _small_step
+from autoshard.calibrate import _parameters
+from autoshard.calibrate_calls import small_step
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -211,7 +212,7 @@ def test_a_step_takes_as_long_as_launching_it(codegen: str, table: str) -> None:
 
 
 def test_a_calibration_counts_what_a_small_step_calls() -> None:
-    step, count = _small_step("eager", torch.device("cpu"))
+    step, count = small_step("eager", torch.device("cpu"), DEVICES["h100"])
     step()
     assert 6 * 60 < count < 6 * 160  # of each block, forward and backward
 

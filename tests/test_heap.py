@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoshard.heap import alive, one_look
+from autoshard.heap import _is_frozen, alive, one_look
 
 
 class Layer(nn.Linear):
@@ -28,7 +28,10 @@ def test_instances_of_what_inherits_are_found_frozen_or_not() -> None:
 
 
 def test_nothing_is_frozen_that_nobody_froze() -> None:
-    """Python 3.12 counts what is immortal as frozen."""
+    """From Python 3.12 on what is immortal counts as frozen."""
+    immortal = [1 << 32] * 375
+    assert not _is_frozen(0, []) and not _is_frozen(375, [3, *immortal, 2])
+    assert _is_frozen(2, [3, 2]) and _is_frozen(377, [3, *immortal, 2])
     before = gc.get_freeze_count()
     made = [Layer(2, 2)]
     assert id(made[0]) in {id(m) for m in alive(Layer)}

@@ -147,7 +147,7 @@ def test_every_tile_takes_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
 def test_tables_are_made_again_when_something_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient elsewhere, another rate; and not otherwise."""
     made: list[Any] = []
-    monkeypatch.setattr(multi_tensor, "to", lambda table, device: made.append(table.shape) or table)
+    monkeypatch.setattr(multi_tensor, "on_device", lambda table, device: made.append(table.shape) or table)
     ours, theirs = parameters([40, 33], torch.float32), parameters([40, 33], torch.float32)
     optimizer, reference = optim.AdamW(ours, lr=0.01), optim.AdamW(theirs, lr=0.01)
     counts = []
@@ -212,7 +212,7 @@ def compiled(kernel: Kernel, capability: int, tile: Tile, aligned: bool = True) 
 def test_what_is_once_a_tensor_compiles_for_gpus(name: str, capability: int, tmp_path: Path) -> None:
     kernel = Kernel(RULES[name], (torch.float32,) * (2 + len(RULES[name].states)))
     signature = {"settings": "*fp64", "steps": "*fp32", "once": "*fp32", "count": "i32"}
-    assert spilled(compiled_as(load("first", kernel.source()), signature, {}, capability), tmp_path) == 0
+    assert spilled(compiled_as(load(f"{name}_once", kernel.source()), signature, {}, capability), tmp_path) == 0
 
 
 CASES = [(name, capability) for name in RULES for capability in (80, 90)]

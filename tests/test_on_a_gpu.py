@@ -26,11 +26,10 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.fixture
-def as_at_first() -> Iterator[None]:
+def as_at_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
-    torch.backends.cudnn.allow_tf32 = False  # or convolutions would be as near as ten bits
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # or convolutions would be as near as ten bits
     yield
-    torch.backends.cudnn.allow_tf32 = True
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -100,3 +100,11 @@ def test_convolutions_in_fp32_are_as_fast_as_tf32() -> None:
     assert took["convolution"] == pytest.approx(took["matmul"] / 8, rel=0.01)
     both = {name: float(seconds(Work("convolution", 10**13, 0, 0, dtype=name), DEVICES["v100"])) for name in ("fp32", "fp16")}
     assert both["fp16"] < both["fp32"] == float(seconds(Work("matmul", 10**13, 0, 0), DEVICES["v100"]))
+
+
+def test_a_gpu_works_on_a_batch_of_products_at_once() -> None:
+    found = {}
+    for name in ("h100", "cpu"):
+        device = replace(DEVICES[name], tables={"matmul.fp32": ((1e6, 1e-5), (1e7, 9e-5), (1e9, 1e-3))})
+        found[name] = [float(seconds(Work("matmul", 1e8, 0, 0, batch=n), device)) for n in (1, 100)]
+    assert found["h100"][0] == found["h100"][1] == found["cpu"][0] and found["cpu"][1] == pytest.approx(1e-5)

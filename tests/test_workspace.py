@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
-from autoshard.cost_model.workspace import workspace_of
+from autoshard.cost_model.workspace import on_cpu
 from tests.peaks import grown
 
 CONVOLUTIONS = [
@@ -35,7 +35,7 @@ def test_what_a_convolution_takes_for_a_while(
         held = sum(t.nbytes for t in tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
         step = functools.partial(call, *arguments)
         step()
-        assert held + workspace_of(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+        assert held + on_cpu(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
 
 
 def test_what_dropout_and_the_gradient_of_batch_norm_take_for_a_while() -> None:
@@ -47,7 +47,7 @@ def test_what_dropout_and_the_gradient_of_batch_norm_take_for_a_while() -> None:
         node, step = _called(call, arguments), functools.partial(call, *arguments)
         held = sum(t.nbytes for t in tree_leaves(node.meta["val"]))
         step()
-        assert held + workspace_of(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+        assert held + on_cpu(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
 
 
 def _called(call: Any, arguments: tuple[Any, ...]) -> torch.fx.Node:

@@ -17,18 +17,30 @@ FEW, NODES = 64, 300  # channels of a convolution that gains little; nodes of a 
 
 def are_channels_last(program: Program, on_cpu: bool) -> bool:
     """Whether the convolutions of a program that code is generated for work on channels-last tensors: on CPUs always; on GPUs by torch's
-    own rule (`GraphLowering.decide_layout_opt`), where all graphs pass."""
-    found: dict[Graph, list[Sequence[Any]]] = {}
+    own rule for training (`GraphLowering.decide_layout_opt`), where all graphs pass."""
+    if on_cpu:
+        return True
+    calls: dict[int, list[Sequence[Any]]] = {}
+    graphs: dict[int, Graph] = {}
     for operation in program.operations:
         if operation.code is not None and op_name(operation.node) == "convolution":
-            found.setdefault(operation.node.graph, []).append(operation.node.args)
-    return on_cpu or (bool(found) and all(_pays(graph, calls) for graph, calls in found.items()))
+            calls.setdefault(operation.code, []).append(operation.node.args)
+            graphs[operation.code] = operation.node.graph
+    nodes = {code: len(graph.nodes) / _halves(program, graph) for code, graph in graphs.items()}
+    return bool(calls) and all(_pays(nodes[code], of_code) for code, of_code in calls.items())
 
 
-def _pays(graph: Graph, calls: Sequence[Sequence[Any]]) -> bool:
-    weights: list[Tensor] = [arguments[1].meta["val"] for arguments in calls]
-    shapes = [tuple(map(size_of, weight.shape)) for weight in weights]
+def _halves(program: Program, graph: Graph) -> int:
+    """Two where forward and backward are lists of one graph, each of about half of it."""
+    return len({operation.half for operation in program.operations if operation.node.graph is graph})
+
+
+def _pays(nodes: float, calls: Sequence[Sequence[Any]]) -> bool:
+    given: list[Tensor] = [arguments[i].meta["val"] for arguments in calls for i in (0, 1)]
+    if not all(isinstance(size_of(n), int) for tensor in given for n in tensor.shape):
+        return False
+    shapes = [tuple(weight.shape) for weight in given[1::2]]
     grouped = any(arguments[8] > 1 and shape[1] > 1 for arguments, shape in zip(calls, shapes))
-    narrowing = any(out * 2 <= given and kernel > 1 for out, given, kernel, *_ in shapes)
-    small = all(out <= FEW and given <= FEW for out, given, *_ in shapes)
-    return len(graph.nodes) < NODES * len(calls) and not (grouped or narrowing or small)
+    narrowing = any(out * 2 <= channels and kernel > 1 for out, channels, kernel, *_ in shapes)
+    small = all(out <= FEW and channels <= FEW for out, channels, *_ in shapes)
+    return nodes < NODES * len(calls) and not (grouped or narrowing or small)

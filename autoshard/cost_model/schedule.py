@@ -178,8 +178,8 @@ def schedule_of(
     issue: Callable[[Operation], float],
     least: float,
 ) -> Schedule:
-    """The schedule of a program. collective: the seconds of one. link_of: what carries it. issue: seconds that asking for it takes. generated: whether code is generated for an operation.
-    after: the optimizer's seconds. least: the processor's."""
+    """The schedule of a program. collective: the seconds of one. link_of: what carries it. issue: seconds that asking for it takes.
+    generated: whether code is generated for an operation. after: the optimizer's seconds. least: the processor's."""
     book = _Book()
     for operation in program.operations:
         if operation.name == WAIT:

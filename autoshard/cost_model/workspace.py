@@ -11,43 +11,52 @@ others are copied, for its whole call. The weight's gradient is a sum of partial
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
+from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.program import Program
 from autoshard.cost_model.sizes import Size, bytes_of, larger, product
 from autoshard.cost_model.work import op_name
 
 FEW_CHANNELS = 3
-PARTIAL = 8 << 20  # bytes of the parts that a weight's gradient is made in on a GPU, where it is small
+PARTIAL = 8 << 20  # bytes of the parts that a weight's gradient is made in on a GPU, at most; fewer where it is large
+_HALF = (torch.float16, torch.bfloat16)
 STATE = torch.get_rng_state().nbytes
 
 
-def add_workspaces(program: Program, on_cpu: bool, channels_last: bool) -> None:
-    """Puts what kernels take for a while into the program. channels_last: of all convolutions' tensors."""
+def add_workspaces(program: Program, device: Device, channels_last: bool) -> None:
+    """Puts what a device's kernels take for a while into the program. channels_last: of all convolutions' tensors."""
+    of_device = on_cpu if device.is_cpu else functools.partial(on_gpu, tf32="tf32" in device.flops)
     for at, operation in enumerate(program.operations):
-        size = workspace_of(operation.node, channels_last) if on_cpu else _on_gpu(operation.node, channels_last)
-        if size:
+        if size := of_device(operation.node, channels_last):
             program.add(size, "workspace", at, at, operation.name)
 
 
-def _on_gpu(node: Node, channels_last: bool) -> Size:
+def on_gpu(node: Node, channels_last: bool, tf32: bool) -> Size:
+    """Bytes that a call takes above what it gives. channels_last: of all convolutions' tensors; tf32: what fp32 is multiplied as."""
     name = op_name(node)
     if name not in ("convolution", "convolution_backward"):
         return 0
-    backward = name == "convolution_backward"
     given: list[Any] = [a.meta["val"] if isinstance(a, Node) else a for a in node.args]
+    backward = name == "convolution_backward"
     x, weight = given[backward : backward + 2]
-    if x.shape[1] <= FEW_CHANNELS:
+    if x.shape[1] <= FEW_CHANNELS or not (x.dtype in _HALF or (tf32 and x.dtype is torch.float32)):
         return 0
-    other = given[0] if backward else node.meta["val"]
-    copied = 0 if channels_last else sum(map(bytes_of, (x, weight, other)))
+    tensors = (x, weight, given[0] if backward else node.meta["val"])
+    copied = 0 if channels_last else sum(bytes_of(t) for t in tensors if not _is_channels_last(t))
     return copied + (PARTIAL if backward and given[-1][1] else 0)
 
 
-def workspace_of(node: Node, channels_last: bool) -> Size:
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def on_cpu(node: Node, channels_last: bool) -> Size:
     """Bytes that a call takes above what it gives, at its highest moment. channels_last: of a convolution's tensors."""
     given: list[Any] = [a.meta.get("val") if isinstance(a, Node) else a for a in node.args]
     repeated = [i for i, a in enumerate(given) if hasattr(a, "overloadpacket")]

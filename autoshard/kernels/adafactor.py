@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels import source
-from autoshard.kernels.multi_tensor import ALIGNED, TYPES, is_aligned, to
+from autoshard.kernels.multi_tensor import ALIGNED, TYPES, is_aligned, on_device
 
 ROWS, COLUMNS = 16, 128  # of a tile, which is what a program has in registers at a time
 WARPS = 8  # of a program
@@ -184,7 +184,7 @@ class Passes:
         table = self._sent([self._row(i) for i in members], torch.int64)
         numbers = self._sent([tuple(vars(m.numbers).values()) for m in matrices], torch.float64)
         stacks = [m.shape[0] for m in matrices]
-        tiles, strips = (to(_places(stacks, each), self._device) for each in ([m.tiles for m in matrices], [m.strips for m in matrices]))
+        tiles, strips = (on_device(_places(stacks, each), self._device) for each in ([m.tiles for m in matrices], [m.strips for m in matrices]))
         return _Launch(tuple(types), flags, len(members), table, numbers, tiles, strips)
 
     def _row(self, i: int) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class Passes:
         return (*sizes, *addresses, self._parts_at[i], i, found, means, means + stack, stack)
 
     def _sent(self, rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return to(torch.tensor(rows, dtype=dtype, device="cpu"), self._device)
+        return on_device(torch.tensor(rows, dtype=dtype, device="cpu"), self._device)
 
     def _run(self, name: str, launch: _Launch, places: Tensor | None, *given: Tensor, **chosen: bool) -> None:
         count = launch.count if places is None else len(places)

@@ -78,7 +78,8 @@ class Kernel:
     @functools.cache  # noqa: B019  # there are few, and they are kept anyway
     def source(self) -> str:
         """Both kernels, as a module of Python."""
-        first = [*_FIRST, *_indented(1, self._scalars()), "", ""] if self.once else []
+        head = ["@triton.jit", f"def {self.rule.name}_once(settings, steps, once, count):"]
+        first = [*head, *_indented(1, self._scalars()), "", ""] if self.once else []
         return "\n".join([_HEAD, *first, *self._signature(), *_indented(1, self._prologue()), *_indented(2, self._body()), ""])
 
     def _scalars(self) -> Iterator[str]:
@@ -158,7 +159,6 @@ import triton
 import triton.language as tl
 
 '''
-_FIRST = ["@triton.jit", "def first(settings, steps, once, count):"]
 
 
 def _indented(depth: int, lines: Any) -> Iterator[str]:
@@ -198,20 +198,21 @@ class Sent:
 
 
 def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, interpret: bool = False, sent: Sent | None = None) -> None:
-    """Takes the step: everything that the rule writes is written in place. sent: of the step before, for this kernel."""
+    """Takes the step: everything that the rule writes is written in place. sent: of these tensors' step before."""
     sent, device = sent or Sent(), tensors.columns["param"][0].device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # where a table may be used
     numbers = [settings[name] for name in kernel.rule.settings]
-    given = sent.get("settings", numbers, lambda: to(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device))
+    given = sent.get("settings", (numbers, stream), lambda: on_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device))
     rows = [_row(column) for column in zip(*(tensors.columns[name] for name in kernel.columns))]
     shape = (len(rows), len(kernel.columns) + 1)
-    table = sent.get("rows", rows, lambda: to(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(shape), device))
+    table = sent.get("rows", (rows, stream), lambda: on_device(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(shape), device))
     once = _once(kernel, given, tensors.steps, len(rows), interpret)
     run = source.load(kernel.rule.name, kernel.source(), interpret)
     for aligned in (True, False):
         lengths = [row[0] if is_aligned(row) == aligned else 0 for row in rows]
 
         def by(tile: tuning.Tile, aligned: bool = aligned, lengths: list[int] = lengths) -> Callable[[], None]:
-            places = sent.get(aligned, (lengths, tile["CHUNK"]), lambda: to(_chunks(lengths, tile["CHUNK"]), device))
+            places = sent.get(aligned, (lengths, tile["CHUNK"], stream), lambda: on_device(_chunks(lengths, tile["CHUNK"]), device))
             return lambda: run[(len(places),)](given, once, tensors.scale, tensors.infinite, table, places, **tile, ALIGNED=aligned)
 
         if any(lengths):
@@ -224,7 +225,7 @@ def _once(kernel: Kernel, settings: Tensor, steps: Tensor | None, count: int, in
         return None
     precise = torch.float64 if kernel.precise else torch.float32
     out = torch.empty(count, len(kernel.once), dtype=precise, device=settings.device)
-    source.load("first", kernel.source(), interpret)[(-(-count // TENSORS),)](settings, steps, out, count)
+    source.load(f"{kernel.rule.name}_once", kernel.source(), interpret)[(-(-count // TENSORS),)](settings, steps, out, count)
     return out
 
 
@@ -255,6 +256,6 @@ def is_aligned(row: tuple[int, ...]) -> bool:
     return all(number % ALIGNED == 0 for number in row)
 
 
-def to(table: Tensor, device: torch.device) -> Tensor:
+def on_device(table: Tensor, device: torch.device) -> Tensor:
     """The same on the device. To a GPU without waiting for it."""
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
