@@ -193,3 +193,45 @@ def test_a_sum_of_columns_stays_where_it_is(dims: tuple[int, ...], joined: bool)
     fused = fuse(program, channels_last=False)
     assert [len(o.parts) for o in fused.operations] == ([2, 1, 1] if joined else [1, 1, 1, 1])
     assert fused.pieces[made].last == (1 if joined else 2)
+
+
+def test_kernels_are_joined_beyond_one_that_neither_can_be_joined_with() -> None:
+    graph, aten = Graph(), torch.ops.aten
+    mm, relu = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default))
+    relu.meta["val"] = torch.empty(4, 8, device="meta")
+    columns = graph.call_function(aten.sum.dim_IntList, (relu, [0]))
+    program = Program()
+    saved, first, summed, later = (program.add(size, "temporaries", at, 4) for at, size in enumerate((128, 128, 32, 128)))
+    program.operations = [
+        Operation(mm, "forward", (), (saved,), code=0),
+        Operation(relu, "forward", (saved,), (first,), code=0),
+        Operation(columns, "forward", (saved,), (summed,), code=0),
+        Operation(relu, "forward", (saved,), (later,), code=0),
+        Operation(mm, "forward", (first, summed, later), (), code=0),
+    ]
+    fused = fuse(program, channels_last=False)
+    assert [set(o.makes) for o in fused.operations] == [{saved}, {first, later}, {summed}, set()]
+
+
+@pytest.mark.parametrize(("inner", "joined"), [("sum", True), ("sigmoid", False)])
+def test_where_no_kernel_waits_for_another_it_may_for_the_sums_of_the_other(inner: str, joined: bool) -> None:
+    """A norm that is computed again is joined with its gradient."""
+    graph, aten = Graph(), torch.ops.aten
+    mm, relu, sigmoid = (graph.call_function(op, ()) for op in (aten.mm.default, aten.relu.default, aten.sigmoid.default))
+    mm.meta["partitioner_tag"] = "is_forward"
+    relu.meta["val"] = torch.empty(4, 8, device="meta")
+    rows = graph.call_function(aten.sum.dim_IntList, (relu, [1]))
+    program = Program()
+    saved, other = (program.add(128, "activations", 0, 5) for _ in range(2))
+    first, within, *later = (program.add(size, "temporaries", at, 5) for at, size in enumerate((128, 16, 128, 128), 1))
+    program.pieces[within].last = 4
+    program.operations = [
+        Operation(mm, "forward", (), (saved, other), code=0),
+        Operation(relu, "backward", (saved,), (first,), code=1),
+        Operation(rows if inner == "sum" else sigmoid, "backward", (other,), (within,), code=1),
+        *(Operation(relu, "backward", (saved, within), (piece,), code=1) for piece in later),
+        Operation(mm, "backward", (first, *later), (), code=1),
+    ]
+    fused = fuse(program, channels_last=False)
+    assert any({first, *later} <= set(o.makes) for o in fused.operations) == joined
+    assert (fused.pieces[within].bytes == 0) == (inner == "sigmoid")

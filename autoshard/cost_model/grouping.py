@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoshard import torch_internals
-from autoshard.cost_model.generated import fusible, sums_columns
+from autoshard.cost_model.generated import fusible, reduces, sums_columns
 from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.work import op_name
 
@@ -94,22 +94,26 @@ class Kernels:
         for piece, readers in self.readers.items():
             if self._is_seeds(piece):  # of which each reads one
                 continue
-            first: dict[int, int] = {}
+            before: dict[int, list[int]] = {}  # by size
             touching = [self.maker[piece], *readers] if piece in self.maker else readers
             for kernel in dict.fromkeys(self.kernel[i] for i in touching):
                 if size := self._size(kernel):
-                    first[size] = self._joined(first.get(size), kernel)
+                    self._join(before.setdefault(size, []), kernel)
 
-    def _joined(self, first: int | None, kernel: int) -> int:
-        """One kernel of both, if that can be; else the later one."""
-        if first is None:
-            return kernel
-        stays, goes = sorted((first, kernel))
-        if goes - stays > _NEAR or self._turned(stays, goes) or not self._pays(stays, goes) or self._needs(goes, stays) or self._needs(stays, goes):
-            return kernel
-        self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
-        self.kernel.update(dict.fromkeys(self.members[stays], stays))
-        return stays
+    def _join(self, before: list[int], kernel: int) -> None:
+        """Joins a kernel with the last of those before it that it can be one with, or makes it one of these."""
+        for at in reversed(range(len(before))):
+            stays, goes = sorted((before[at], kernel))
+            if self._can_be_one(stays, goes):
+                self.members[stays] = sorted(self.members[stays] + self.members.pop(goes))
+                self.kernel.update(dict.fromkeys(self.members[stays], stays))
+                before[at] = stays
+                return
+        before.append(kernel)
+
+    def _can_be_one(self, first: int, later: int) -> bool:
+        near = later - first <= _NEAR
+        return near and not self._turned(first, later) and self._pays(first, later) and not self._needs(later, first) and not self._needs(first, later)
 
     def _turned(self, first: int, later: int) -> bool:
         """Whether one sums up columns and the other goes through rows: one loop cannot do both. Seen: 2.11, 2.13, on CPUs."""
@@ -122,14 +126,20 @@ class Kernels:
         """Whether Inductor may join two kernels that share a tensor: in a backward that repeats matmuls or the like none that
         would wait for what only the other needs, and where one repeats what forward did, only if they read as much in common
         as the later writes, which is held from the first's place on (`torch_internals.inner_inductor`)."""
-        sources = self._sources(later)
-        if first in sources or self.program.operations[first].half == "forward":
+        if first in self._sources(later) or self.program.operations[first].half == "forward":
             return True
-        if not self.patient and any(source > self.members[first][-1] for source in sources):
+        if not self.patient and self._waits(first, later):
             return False
         if not (self._repeats(first) or self._repeats(later)):
             return True
         return self._bytes(self._touched(first) & self._touched(later)) >= self._bytes(self._made(later) - self.inner)
+
+    def _waits(self, first: int, later: int) -> bool:
+        """Whether one kernel of both would wait for something that only the later needs, which it may make for itself. Not for a sum
+        of its own: Inductor joins that with what reads it when all that lies side by side is joined. Seen: 2.13, on CPUs."""
+        makers = (self.maker[p] for o in self._operations(later) for p in o.reads if p in self.maker)
+        others = (i for i in makers if self.kernel[i] != later or not reduces(self.program.operations[i]))
+        return any(self.kernel[i] > self.members[first][-1] for i in others)
 
     def _repeats(self, kernel: int) -> bool:
         """Whether a kernel of backward computes something that forward did."""
