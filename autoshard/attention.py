@@ -61,19 +61,10 @@ def efficient(
     return op(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
-def formulas(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def formulas(*given: Any, **named: Any) -> Tensor:
     """The same, on a CPU too, whose own kernel takes more."""
     with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return scaled_dot_product_attention(*given, **named)
 
 
 def as_on(device: Device, gm: GraphModule) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent))
 
 import contenders  # noqa: E402
+import gpu_clock  # noqa: E402
 import lone_rank  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
@@ -106,17 +107,7 @@ def times_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, float]:
 
 def times_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, float]:
     """Seconds of a step, by the GPU's clock."""
-    return {"step": statistics.median(_timed_on_gpu(lambda: made.step(batch)) for _ in range(ROUNDS))}
-
-
-def _timed_on_gpu(step: Callable[[], object]) -> float:
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begun.record()
-    step()
-    ended.record()
-    ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3
+    return {"step": statistics.median(gpu_clock.seconds_of(lambda: made.step(batch)) for _ in range(ROUNDS))}
 
 
 def join(case: Case) -> None:

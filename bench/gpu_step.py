@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gpu_clock import seconds_of  # noqa: E402
 from told import Told, until_told  # noqa: E402
 
 import autoshard  # noqa: E402
@@ -74,17 +75,8 @@ def measured(way: str, layers: int, rounds: int) -> dict[str, float]:
     for _ in range(WARM_UP):  # a GPU that slept is slow for a while
         step()
     torch.cuda.reset_peak_memory_stats()
-    times = [_timed(step) for _ in range(rounds)]
+    times = [seconds_of(step) for _ in range(rounds)]
     return {"seconds": statistics.median(times), "peak": torch.cuda.max_memory_allocated(), "first": losses[0], "last": losses[-1]}
-
-
-def _timed(step: Callable[[], object]) -> float:
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begun.record()
-    step()
-    ended.record()
-    ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3
 
 
 def compared(layers: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -197,9 +197,9 @@ class Sent:
         return self.of[name][1]  # type: ignore[no-any-return]
 
 
-def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, interpret: bool = False, sent: Sent | None = None) -> None:
+def launch(kernel: Kernel, settings: Mapping[str, float], tensors: Tensors, sent: Sent, interpret: bool = False) -> None:
     """Takes the step: everything that the rule writes is written in place. sent: of these tensors' step before."""
-    sent, device = sent or Sent(), tensors.columns["param"][0].device
+    device = tensors.columns["param"][0].device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # where a table may be used
     numbers = [settings[name] for name in kernel.rule.settings]
     given = sent.get("settings", (numbers, stream), lambda: on_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -66,7 +66,7 @@ class Statements:
         """What is at a place of a tensor, if it passes tests of `bounds`; they may need more of the tile than the place."""
         if not tests:
             return self.assign(f"tl.load({tensor} + {{0}}, mask={{mask}}{{evict}}){then}", place)
-        read = set[Symbol]().union(*(p.free_symbols for p in (place, *bounds)))
+        read = _read((place, *bounds))
         of_columns = self.columns is not None and bool(read & set(self.columns.symbols))
         flat, mask = " + 0 * row", "rows_there"
         if of_columns:
@@ -165,14 +165,18 @@ class _Printed:
     def _text(self, statement: Statement, evicted: str = "") -> str:
         """evicted: when, of what a program reads of its own rows."""
         places = [p.xreplace(self.gone) for p in statement.places]
-        own = evicted and set[Symbol]().union(*(p.free_symbols for p in places)) & set(self.rows.symbols)
+        own = evicted and _read(places) & set(self.rows.symbols)
         evict = f', eviction_policy="evict_{evicted}"' if own else ""
         return statement.template.format(*map(as_text, places), mask=self._mask(places), evict=evict)
 
     def _mask(self, places: Sequence[Expr]) -> str:
-        read = set[Symbol]().union(*(p.free_symbols for p in places))
+        read = _read(places)
         runs = (("rows_there", self.rows), ("columns_there", self.columns))
         return " & ".join(name for name, run in runs if run and read & set(run.symbols)) or "None"
+
+
+def _read(places: Iterable[Expr]) -> set[Symbol]:
+    return set[Symbol]().union(*(p.free_symbols for p in places))
 
 
 def _symbols(line: str, run: Run) -> Iterator[str]:

@@ -373,7 +373,7 @@ def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, 
     columns |= {"copy": rows.copies} if rows.copies else {}
     counted = torch.stack(rows.steps) if rows.steps else None
     with source.launching_on(device):
-        multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), interpret, sent)
+        multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), sent, interpret)
 
 
 def forget(optimizer: Optimizer) -> None:
