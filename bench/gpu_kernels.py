@@ -40,21 +40,22 @@ RESULTS = Path(__file__).parent / "results"
 CONTEXT = Context(Plan(1, (("shard", 1),), ()), fuses=DEVICES["h100"])
 
 
-FIRST = 24  # runs until tiles are chosen: see [Note: Measured at work] in autoshard/kernels/tuning.py
+FIRST = 40  # runs until tiles are chosen: see [Note: Measured at work] in autoshard/kernels/tuning.py
 CACHE = 256 << 20  # bytes that are written between two runs
 ROUNDS, SECONDS = 30, 0.2  # runs, and how long they may take in all
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
     """The median, of what a job has in the end."""
-    for _ in range(FIRST):
+    cache = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
+    for _ in range(FIRST):  # as they are timed, since tiles are chosen by how long these take
+        cache.zero_()
         run()
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
     torch.cuda.synchronize()
     rounds = max(5, min(ROUNDS, int(SECONDS / (time.perf_counter() - start))))
-    cache = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
     pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(rounds)]
     for _ in range(3 * rounds):  # work that is there before the rest is
         cache.zero_()

@@ -30,7 +30,9 @@ from told import Told, until_told  # noqa: E402
 import autoshard  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "gpu_step.md"
-BATCH, LENGTH, WARM_UP = 8, 1024, 8
+BATCH, LENGTH = 8, 1024
+WARM_UP = 40  # steps until tiles are chosen: see [Note: Measured at work] in autoshard/kernels/tuning.py
+AWAKE = 8  # steps until a GPU that slept is fast again
 
 
 def llama(layers: int) -> nn.Module:
@@ -72,7 +74,7 @@ def measured(way: str, layers: int, rounds: int) -> dict[str, float]:
 
     losses = [step().item() for _ in range(WARM_UP)]
     until_told()
-    for _ in range(WARM_UP):  # a GPU that slept is slow for a while
+    for _ in range(AWAKE):
         step()
     torch.cuda.reset_peak_memory_stats()
     times = [seconds_of(step) for _ in range(rounds)]

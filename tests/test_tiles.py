@@ -50,6 +50,16 @@ class Moment:
 def _new_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(tuning, "_trials", {})
+    monkeypatch.setattr(tuning, "_LAUNCHES", 3)
+
+
+@pytest.mark.usefixtures("_new_job")
+@pytest.mark.parametrize(("rows", "chosen"), [((100, 99, 101), 100), ((100, 97, 96), 96)])
+def test_the_first_tile_stays_unless_another_is_faster_by_more_than_chance(rows: tuple[int, ...], chosen: int) -> None:
+    tiles, device = [{"ROWS": n} for n in rows], Device([], done=99)
+    for _ in range(10):
+        tuning.at_work("step", tiles, device.launch, device.now)
+    assert device.given[-1] == chosen
 
 
 @pytest.mark.usefixtures("_new_job")

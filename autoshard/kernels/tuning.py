@@ -6,7 +6,7 @@ found is a file in the user's cache, one for each kernel, device and order of si
 [Note: Measured at work] A kernel that writes in place, as an optimizer's step does, cannot be repeated to be measured; and what
 repeats one waits for the device, beside which messages may be on their way, and takes memory that a plan knows nothing of. So
 its first launches are the measurement: each goes by the next tile, between two events of the device that nobody waits for. It is
-for kernels that give the same numbers by every tile.
+for kernels that give the same numbers by every tile. The first of its tiles is the one that a rule gives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from autoshard.cache import cache_folder, write_at_once
 
 Tile = dict[str, Any]  # by the names of a kernel's constants, and num_warps
 Prepare = Callable[[Tile], Callable[[], None]]  # does what need not be measured; what it gives launches
-_LAUNCHES = 3  # of each tile; the first of them compiles
+_LAUNCHES = 5  # of each tile; the first of them compiles
+_LESS = 0.98  # of the first tile's time that another may take to be chosen: Python launches small kernels slower than they run
 _known: dict[str, Tile] = {}
 
 
@@ -58,7 +59,9 @@ class _Trial:
         if len(timed) < count * _LAUNCHES or not all(event.query() for events in timed for event in events):
             return None
         took = [begun.elapsed_time(ended) for begun, ended in timed]
-        return self.tiles[min(range(count), key=lambda i: min(took[i::count]))]
+        least = [min(took[i::count]) for i in range(count)]
+        best = min(range(count), key=least.__getitem__)
+        return self.tiles[best if least[best] <= _LESS * least[0] else 0]
 
 
 _trials: dict[str, dict[int, _Trial]] = {}  # by key, on each device
