@@ -213,7 +213,7 @@ class Forecaster:
             usual=_step(program, curve, took),
             kept=kept_of(self._rehearsed(replace(usual, partition_activations=()))),
             simulate=lambda listed: _step(*self._simulate(plan, listed, held)),
-            simulate_alone=lambda listed: _step(*self._simulate(plan, listed, Held({}, 0, 0, by_itself=True))),
+            simulate_alone=lambda listed: _step(*self._simulate(plan, listed, Held({}, 0, by_itself=True))),
             seconds_of=self._seconds_of,
             copies=self._copies(usual),
             known=self._alone,
@@ -353,7 +353,7 @@ def _bytes(rows: Rows) -> int:
 def _as_adam(rows: Sequence[Rows]) -> OptimizerMemory:
     """Which reads rows, gradients and two moments, and writes all of that but the gradients."""
     each = sum(map(_bytes, rows))
-    return OptimizerMemory(2 * each, 2 * max(map(_bytes, rows), default=0), ((7 * each, 0),))
+    return OptimizerMemory(2 * each, 2 * (max(map(_bytes, rows), default=0),), ((7 * each, 0),))
 
 
 def _place(program: Program, peak: Peak) -> str:

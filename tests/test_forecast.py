@@ -211,6 +211,14 @@ def test_a_step_takes_as_long_as_launching_it(codegen: str, table: str) -> None:
     assert found[1e-9] == found[1e-12] and found[1.0] == pytest.approx(len(program.operations))
 
 
+def test_what_an_optimizer_has_for_a_while_lies_in_as_many_pieces() -> None:
+    captured = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1).captured
+    forecaster = Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES["h100"]), "eager")
+    program, *_ = forecaster.simulated(_plan(forecaster, 0))
+    found = [piece.bytes for piece in program.pieces if piece.maker == "optimizer step"]
+    assert {p.numel() * 4 for p in Net().parameters()} <= set(found)
+
+
 def test_a_calibration_counts_what_a_small_step_calls() -> None:
     step, count = small_step("eager", torch.device("cpu"), DEVICES["h100"])
     step()

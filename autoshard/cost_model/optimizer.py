@@ -31,11 +31,11 @@ NAMED: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes of one process. state: between steps. scratch: at the highest moment of a step, above that. moved: what each
-    of a step's operations reads (and writes there), and what it writes elsewhere."""
+    """Bytes of one process. state: between steps. scratch: of each tensor that there is above that at the highest moment of a step.
+    moved: what each of a step's operations reads (and writes there), and what it writes elsewhere."""
 
     state: int
-    scratch: int
+    scratch: tuple[int, ...] = ()
     moved: tuple[tuple[int, int], ...] = ()
 
 
@@ -90,7 +90,7 @@ def memory(make: Make, rows: Sequence[Rows], foreach: bool) -> OptimizerMemory |
     foreach: torch's default on this device, which takes all parameters at once (GPUs) or each alone (CPUs).
     """
     if not rows:  # which torch makes no optimizer of
-        return OptimizerMemory(0, 0, ())
+        return OptimizerMemory(0)
     with FakeTensorMode(allow_non_fake_inputs=True):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in rows]
         optimizers = made_by(make, parameters)
@@ -124,12 +124,12 @@ def _overwritten(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside and still exist; `peak` is the most."""
+    """Counts the bytes of tensors that are made inside and still exist; `peak` has those of each when they are most."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.peak: tuple[int, ...] = ()
         self.moved: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,5 +142,5 @@ class _Watch(TorchDispatchMode):
         for tensor in made:
             self.alive[torch_internals.storage_of(tensor)] = (StorageWeakRef(tensor.untyped_storage()), _held(tensor))
         self.alive = {k: entry for k, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        self.peak = max(self.peak, tuple(size for _, size in self.alive.values()), key=sum)
         return out

@@ -16,14 +16,14 @@ from autoshard.cost_model.sizes import Open, Size, bytes_of
 @dataclass(frozen=True)
 class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
-    optimizer: bytes of its state; scratch: bytes that its step takes for a while. apart: bytes of parameters that the
+    optimizer: bytes of its state; scratch: of each tensor that its step has for a while. apart: bytes of parameters that the
     graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
     parameters are trained, those of which a process has all and those of which it has rows. by_itself: of a block, whose tangents are
     what others give."""
 
     categories: Mapping[int, Category]
     optimizer: Size
-    scratch: Size
+    scratch: tuple[int, ...] = ()
     apart: Size = 0
     moved: tuple[tuple[int, int], ...] = ()
     whole: int = 0
@@ -75,7 +75,8 @@ def program_of(
             made.category = "activations"
     program.add(held.optimizer, "optimizer", -1, end, "optimizer")
     program.add(held.apart, "parameters", -1, end, "unused")
-    program.add(held.scratch, "temporaries", end, end, "optimizer step")
+    for size in held.scratch:
+        program.add(size, "temporaries", end, end, "optimizer step")
     return program
 
 
