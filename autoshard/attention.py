@@ -24,7 +24,7 @@ from autoshard.passes import graphs
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256  # numbers of a head that flash attention takes
-_OLD = "v100"  # for which there is no flash attention
+_HAS_FLASH = "bf16"  # what GPUs that are too old for it do not compute in either
 
 
 def flash(
@@ -86,7 +86,7 @@ def _kernel(device: Device, node: Node) -> Any:
     given = (query, key, value, *(() if mask is None else (mask,)))
     if any(x.stride(-1) != 1 for x in given):
         return formulas
-    if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and device.name != _OLD:
+    if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and _HAS_FLASH in device.flops:
         return flash
     return efficient if query.dtype in (*_HALF, torch.float32) and not grouped else formulas
 

@@ -22,9 +22,9 @@ from autoshard import torch_internals
 from autoshard.capture import Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
-from autoshard.cost_model.cluster import Cluster, measured_here, with_rate
+from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, with_rate
 from autoshard.cost_model.collectives import table_name
-from autoshard.cost_model.hardware import DEVICES, Device, device_named_like
+from autoshard.cost_model.hardware import Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, all_like
 from autoshard.errors import ConfigError, PlanError, ShardingError, UnsupportedError, first_line
 from autoshard.family import Family, members_of, used_in
@@ -436,4 +436,4 @@ def kind_of(device: torch.device) -> Device:
         return measured_here("cpu")
     found = torch.cuda.get_device_properties(device)
     kind = device_named_like(found.name, found.total_memory)
-    return measured_here(kind.name) if kind.name in DEVICES else kind
+    return replace(as_measured(kind), memory=kind.memory)

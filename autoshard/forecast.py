@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,16 +16,17 @@ from autoshard.config import CODEGENS
 from autoshard.console import doing
 from autoshard.cost_model import accuracy, allocator, optimizer
 from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import Group
 from autoshard.cost_model.convolutions import are_channels_last
 from autoshard.cost_model.fusion import fuse
 from autoshard.cost_model.hardware import is_known
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
-from autoshard.cost_model.program import Category, Operation, Program
+from autoshard.cost_model.program import WAIT, Category, Operation, Program, is_collective
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.step_memory import Held, Listed, program_of
-from autoshard.cost_model.step_time import StepTime, schedule, step_time, traffic
+from autoshard.cost_model.step_time import StepTime, group_name, schedule, step_time, traffic
 from autoshard.cost_model.timeline import land
 from autoshard.cost_model.work import kind_of, work_of
 from autoshard.cost_model.workspace import add_workspaces
@@ -112,10 +113,10 @@ class Forecaster:
             "memory": {category: size for category, size in peak.categories.items() if size},
             "traffic": tuple(Traffic(*sent) for sent in traffic(program, self.cluster, groups_of(plan, self.cluster))),
             "place": _place(program, peak),
-            "error": accuracy.memory_error(self.cluster.device, self.inductor),
+            "error": accuracy.memory_error(self.cluster.device, self.codegen),
             "unknown": self.unknown(plan),
             "seconds": _parts(took),
-            "seconds_error": accuracy.time_error(self.cluster.device, self.inductor),
+            "seconds_error": accuracy.time_error(self.cluster.device, self.codegen),
             "reserved": None if self.cluster.device.is_cpu else allocator.reserved(program),
             "accumulating": self._accumulating(plan, curve),
         }
@@ -138,7 +139,7 @@ class Forecaster:
         if key not in self._known:
             held, unknown = self._held(plan)
             program, curve, took = self._simulate(plan, self._rehearsed(plan).listed, held)
-            self._known[key] = program, curve, took, (*unknown, *_guessed(program))
+            self._known[key] = program, curve, took, (*unknown, *_guessed(program), *_strangers(program, groups_of(plan, self.cluster)))
         return self._known[key]
 
     def costs(self, plan: Plan) -> tuple[Curve, Schedule]:
@@ -335,6 +336,13 @@ def _guessed(program: Program) -> tuple[str, ...]:
     """What operations have no rule; their bytes stand for them."""
     names = {o.name for o in program.operations if not o.parts[1:] and kind_of(o.node) == "other"}
     return (f"a rule for {', '.join(sorted(names))} (costed by bytes)",) if names else ()
+
+
+def _strangers(program: Program, groups: Mapping[str, Group]) -> tuple[str, ...]:
+    """What collectives are among processes that no plan knows."""
+    asked = (o for o in program.operations if is_collective(o.node) and o.name != WAIT)
+    names = {o.name.split(".")[1] for o in asked if group_name(o) not in groups}
+    return (f"the processes of the model's own {', '.join(sorted(names))} (all of the job's are assumed)",) if names else ()
 
 
 def _rows(info: ParameterInfo, plan: Plan) -> Rows:

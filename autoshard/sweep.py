@@ -116,8 +116,8 @@ class Sweep:
             raise SweepError(f"{sorted(unknown)[0]}: this model's trace has it as a number; open are: {', '.join(traced) or 'none'}")
         given = {name: np.asarray(sizes.get(name, size), dtype=np.float64) for name, size in traced.items()}
         for name, values in given.items():
-            if values.size and values.min() < 1:
-                raise SweepError(f"{name}: {values.min():g} is not legal; legal: 1 or more")
+            if (wrong := values[~(values >= 1) | (values != np.floor(values)) | np.isinf(values)]).size:
+                raise SweepError(f"{name}: {wrong.flat[0]:g} is not legal; legal: whole numbers, 1 or more")
         shape = np.broadcast_shapes(*(v.shape for v in given.values()))
         return {name: np.broadcast_to(v, shape) for name, v in given.items()}
 
@@ -144,8 +144,8 @@ def sweep(
         where.budget,
         captured.open,
         captured.open.conditions(captured.tracing.guards()),
-        accuracy.memory_error(cluster.device, forecast.inductor),
-        accuracy.time_error(cluster.device, forecast.inductor),
+        accuracy.memory_error(cluster.device, forecast.codegen),
+        accuracy.time_error(cluster.device, forecast.codegen),
     )
 
 

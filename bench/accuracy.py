@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -138,6 +138,7 @@ def predict(case: Case, cluster: Cluster) -> Prediction:
     at_the_step = dict(zip(CATEGORIES, curve.at()[-1]))
     found: dict[str, float] = {"held": sum(memory.get(c, 0) for c in STATE), "peak": plan.predicted.peak_bytes}
     found |= {category: int(at_the_step[category]) for category in KEPT}  # type: ignore[index]
+    found["saved"] = saved(program)
     if plan.predicted.reserved is not None:
         found["reserved"] = plan.predicted.reserved
     if case.timed:
@@ -145,6 +146,12 @@ def predict(case: Case, cluster: Cluster) -> Prediction:
     if case.timed and case.kind == "cpu":
         found |= {"share": share(program, took), **_probes(cluster.device)}
     return found, memory, plan
+
+
+def saved(program: Program) -> int:
+    """Bytes between forward and backward, beside what is held between steps."""
+    behind = next(i for i, operation in enumerate(program.operations) if operation.half != "forward")
+    return sum(program.open.number(p.bytes) for p in program.pieces if 0 <= p.made < behind <= p.last)
 
 
 def _probes(device: Device) -> dict[str, float]:
@@ -214,25 +221,36 @@ def _beside_each_other(cases: Sequence[Case], clusters: dict[Links, Cluster], sc
             workers = {case: _told(case, predictions[case][2], folder) for case, folder in folders.items()}
             for worker in workers.values():
                 ended.callback(worker.stop)
-            errors = _in_turn(workers)
-        failed += errors.values()
-        for case in (case for case in some if case not in errors):
-            predicted, categories, plan = predictions[case]
-            yield Compared(case, predicted, json.loads((folders[case] / "measured.json").read_text()), date, categories, digest(plan))
+            for case, error in _in_turn(workers):
+                if error:
+                    failed.append(error)
+                    continue
+                predicted, categories, plan = predictions[case]
+                yield Compared(case, predicted, json.loads((folders[case] / "measured.json").read_text()), date, categories, digest(plan))
     if failed:
         raise RuntimeError("\n".join(failed))
 
 
-def _in_turn(workers: Mapping[Case, Told]) -> dict[Case, str]:
-    """Has each measure when all are ready; what those said that failed."""
-    failed: dict[Case, str] = {}
-    for step in (Told.wait_until_ready, Told.measure):
-        for case in (case for case in workers if case not in failed):
-            try:
-                step(workers[case])
-            except RuntimeError as error:
-                failed[case] = str(error)
-    return failed
+def _in_turn(workers: Mapping[Case, Told]) -> Iterator[tuple[Case, str]]:
+    """Has each measure when all are ready: those that have, and those that failed with what they said."""
+    ready: list[Case] = []
+    for case, worker in workers.items():
+        if error := _failure(worker.wait_until_ready):
+            yield case, error
+        else:
+            ready.append(case)
+    print(f"{len(ready)} of {len(workers)} compiled", flush=True)
+    for case in ready:
+        yield case, _failure(workers[case].measure)
+
+
+def _failure(act: Callable[[], object]) -> str:
+    """Of what a process does: what it said, if it failed."""
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def digest(plan: Plan) -> str:

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compared import ALIKE, KEPT, NODE, TRIES, Compared, Results  # noqa: E402
 
 INTRODUCTION = f"""\
-{{machine}}, {{dates}}. Written by `make bench-accuracy`. MB are 10^6 bytes of the worst rank; *held* is what lies there between
-steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *peak* the most that exists at once
-in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from
+{{machine}}, {{dates}}. Written by `make bench-accuracy`. MB are 10^6 bytes of rank 0, which has the most; *held* is what lies there between
+steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *saved* what exists beside what is held
+when forward is done, *peak* the most that exists at once in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from
 `autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times
 as long as in that calibration a matmul and a sum of two tensors took between the steps that were timed, each by its share of the
 step; the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured again, {TRIES} times at
@@ -47,7 +47,7 @@ def _section(found: Results) -> Iterable[str]:
     yield (INTRODUCTION if on_cpu else ON_A_GPU).format(machine=found.machine, dates=dates)
     if found.note:
         yield f"{found.note}\n"
-    columns = "| configuration | held MB | measured | grads MB | measured | peak MB | measured | error |"
+    columns = "| configuration | held MB | measured | grads MB | measured | saved MB | measured | peak MB | measured | error |"
     columns += "" if on_cpu else " reserved MB | measured | error | libraries MB |"
     columns += " step ms | measured | error |" + (" machine | without |" if on_cpu else "")
     yield columns
@@ -60,7 +60,7 @@ def _section(found: Results) -> Iterable[str]:
 
 def _row(c: Compared) -> str:
     on_cpu = c.case.kind == "cpu"
-    memory = "".join(f" {c.predicted[k] / 1e6:.2f} | {c.measured[k] / 1e6:.2f} |" for k in ("held", "gradients", "peak"))
+    memory = "".join(_megabytes(c, what) for what in ("held", "gradients", "saved", "peak"))
     memory += f" {c.error('peak'):+.1%} |"
     if not on_cpu:
         memory += f" {c.predicted['reserved'] / 1e6:.2f} | {c.measured['reserved'] / 1e6:.2f} | {c.error('reserved'):+.1%} |"
@@ -71,9 +71,16 @@ def _row(c: Compared) -> str:
     return f"| {c.case} |{memory}{step}" + (f" {c.slower:.2f} | {c.error('step'):+.1%} |" if on_cpu else "")
 
 
+def _megabytes(c: Compared, what: str) -> str:
+    """Of both; nothing where that was not measured yet."""
+    return f" {c.predicted[what] / 1e6:.2f} | {c.measured[what] / 1e6:.2f} |" if what in c.measured else " | |"
+
+
 def _summary(compared: Sequence[Compared]) -> Iterable[str]:
     timed, on_cpu = [c for c in compared if c.case.timed], compared[0].case.kind == "cpu"
     yield _bound("Peak memory", [c.error("peak") for c in compared], 0.03, 0.08)
+    if saved := [c.error("saved") for c in compared if "saved" in c.measured]:
+        yield _bound("Saved for backward", saved, 0.03, 0.08)
     if not on_cpu:
         yield _bound("Reserved memory", [c.error("reserved") for c in compared], 0.03, 0.08)
     if timed:

@@ -34,6 +34,8 @@ import autoshard  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 
 WARM_UP, ROUNDS = 4, 15
+BETWEEN = "between forward and backward"
+looks: dict[str, int] = {}  # bytes of a GPU in the last step, while memory is measured
 
 
 def contender(case: Case, plan: str) -> contenders.Contender:
@@ -41,7 +43,15 @@ def contender(case: Case, plan: str) -> contenders.Contender:
     torch.manual_seed(0)
     model = zoo.MODELS[case.model][0]().train().to(case.kind)
     optimizer = NAMED[case.optimizer](list(model.parameters()))
-    return zoo.contender(model, optimizer, autoshard.backend(autoshard.Config(plan=plan, codegen=case.codegen, verbose=False)))
+    backend = autoshard.backend(autoshard.Config(plan=plan, codegen=case.codegen, verbose=False))
+    return zoo.contender(model, optimizer, backend, mark)
+
+
+def mark() -> None:
+    """Where a step's forward is done: in the profiler's events, and by CUDA's caching allocator, which takes a while to say."""
+    if looks:
+        with torch.profiler.record_function(BETWEEN):
+            looks[BETWEEN] = torch.cuda.memory_allocated()
 
 
 def kept_bytes(made: contenders.Contender, step: Callable[[], object]) -> dict[str, int]:
@@ -82,9 +92,13 @@ def probes() -> Iterator[tuple[float, float]]:
 
 
 def memory_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
-    """Bytes held between steps, and at the peak of one."""
+    """Bytes held between steps, what is there beside them between forward and backward, and bytes at the peak of a step."""
     held = worker.held_bytes(made)
-    return {"held": held, "peak": held + worker.step_growth(made, batch)}
+    looks[BETWEEN] = 0
+    grown = worker.grown(made, batch, BETWEEN)
+    looks.clear()
+    saved = [total for behind, total in grown if not behind][-1]
+    return {"held": held, "saved": saved, "peak": held + max(total for _, total in grown)}
 
 
 def memory_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
@@ -93,10 +107,13 @@ def memory_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
     libraries = torch.cuda.memory_allocated() - held
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    looks[BETWEEN] = 0
     for _ in range(2):
         made.step(batch)
+    between = looks.pop(BETWEEN)
     most = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    return {"held": held, "libraries": libraries, **{name: size - libraries for name, size in most.items()}}
+    saved = between - held - libraries
+    return {"held": held, "saved": saved, "libraries": libraries, **{name: size - libraries for name, size in most.items()}}
 
 
 def times_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, float]:

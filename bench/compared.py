@@ -60,10 +60,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured: bytes held between steps, bytes at the peak, bytes of parameters, optimizer state and gradients when
-    the optimizer steps, seconds of a step; on CPUs those of the probes, and the share of a step's kernels that are counted by FLOPs; on
-    GPUs bytes reserved, and those of libraries. date: of the measurement. plan: a digest of the one that
-    was measured, where predictions may be made again."""
+    """Predicted and measured: bytes held between steps, what is saved beside them between forward and backward, bytes at the peak,
+    bytes of parameters, optimizer state and gradients when the optimizer steps, seconds of a step; on CPUs those of the probes, and
+    the share of a step's kernels that are counted by FLOPs; on GPUs bytes reserved, and those of libraries. date: of the measurement.
+    plan: a digest of the one that was measured, where predictions may be made again."""
 
     case: Case
     predicted: dict[str, float]

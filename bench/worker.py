@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -178,7 +180,13 @@ def _ddp_buckets(contender: contenders.Contender) -> int:
 
 
 def step_growth(contender: contenders.Contender, tokens: Tensor) -> int:
-    """The most bytes by which one step goes above where it started, from the allocator's own events."""
+    """The most bytes by which one step goes above where it started."""
+    return max(total for _, total in grown(contender, tokens))
+
+
+def grown(contender: contenders.Contender, tokens: Tensor, mark: str = "") -> list[tuple[bool, int]]:
+    """Bytes above where one step started after each of the allocator's own events, and whether that was behind a span of torch's
+    profiler of this name."""
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         contender.step(tokens)
@@ -189,11 +197,10 @@ def step_growth(contender: contenders.Contender, tokens: Tensor) -> int:
     memory = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
     if not memory:
         raise RuntimeError("the profiler recorded no memory events")
-    now = peak = 0
-    for event in sorted(memory, key=lambda e: float(e["ts"])):
-        now += int(event["args"]["Bytes"])
-        peak = max(peak, now)
-    return peak
+    marked = min((float(e["ts"]) for e in events if e.get("name") == mark), default=math.inf)
+    in_order = sorted(memory, key=lambda e: float(e["ts"]))
+    totals = itertools.accumulate(int(e["args"]["Bytes"]) for e in in_order)
+    return [(float(e["ts"]) > marked, total) for e, total in zip(in_order, totals)]
 
 
 def _over_ranks(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:

@@ -121,12 +121,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
 }
 
 
-def contender(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Any) -> contenders.Contender:
-    """A step of a compiled model without clipping, as predictions have it."""
+def contender(
+    model: nn.Module, optimizer: torch.optim.Optimizer, backend: Any, between: Callable[[], object] = lambda: None
+) -> contenders.Contender:
+    """A step of a compiled model without clipping, as predictions have it. between: called when forward is done."""
     compiled = torch.compile(model, backend=backend)
 
     def step(batch: Any) -> Tensor:
         loss = loss_of(compiled(**batch))
+        between()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -31,6 +31,7 @@ def test_rank_0_of_many_has_what_is_predicted(tmp_path: Path) -> None:
     assert (found["parameters"], found["optimizer"]) == (predicted["parameters"], predicted["optimizer"])
     assert found["gradients"] == pytest.approx(predicted["gradients"], abs=1e4)  # one that all have lies in what was padded
     assert found["held"] == pytest.approx(predicted["held"], abs=1e4)
+    assert found["saved"] == pytest.approx(predicted["saved"], abs=1e3)
     assert found["peak"] == pytest.approx(predicted["peak"], rel=0.02)
 
 
@@ -112,7 +113,7 @@ def test_of_a_cpu_no_gpu_is_seen(tmp_path: Path) -> None:
 
 def _compared(case: Case, off: float) -> Compared:
     """Everything was off by so much of it."""
-    names = {"held", "gradients", "peak", "parameters", "optimizer", *(["step"] if case.timed else [])}
+    names = {"held", "gradients", "saved", "peak", "parameters", "optimizer", *(["step"] if case.timed else [])}
     names |= {"reserved"} if case.device != "cpu" else {"probe", "memory probe"} if case.timed else set()
     predicted = dict.fromkeys(names, 1e8)
     measured = {name: 1e8 * (1 if "probe" in name else 1 + off) for name in names}
@@ -135,16 +136,16 @@ def test_each_device_has_a_table_and_bands_of_its_own(two_devices: Path, monkeyp
     accuracy.publish()
     lines = (two_devices / "accuracy.md").read_text().splitlines()
     tables = [[line for line in part if line.startswith("|")] for part in (lines[: lines.index("## h100")], lines[lines.index("## h100") :])]
-    for table, columns in zip(tables, (14, 16)):
+    for table, columns in zip(tables, (16, 18)):
         assert len(table) == 4 and {line.count("|") for line in table} == {columns}
     assert " reserved MB | measured | error | libraries MB |" in tables[1][0] and "reserved" not in tables[0][0]
     assert tables[1][-1].endswith("| 100.00 | 105.00 | +5.0% | 30.00 | | | |")
     monkeypatch.setattr(record, "_FILE", two_devices / "record.json")
     record._record.cache_clear()
     try:
-        assert record.memory_error(DEVICES["cpu"], inductor=False) == (0.01, 0.01)
-        assert record.memory_error(DEVICES["h100"], inductor=False) == (0.05, 0.05)
-        assert record.memory_error(DEVICES["a100"], inductor=False) is None
+        assert record.memory_error(DEVICES["cpu"], "eager") == (0.01, 0.01)
+        assert record.memory_error(DEVICES["h100"], "eager") == (0.05, 0.05)
+        assert record.memory_error(DEVICES["a100"], "eager") is None
     finally:
         record._record.cache_clear()
 

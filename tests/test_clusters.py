@@ -13,13 +13,14 @@ from autoshard.cost_model import accuracy
 from autoshard.cost_model.cluster import (
     TABLES,
     Cluster,
+    as_measured,
     cache_file,
     measured_by,
     measured_here,
     preset,
     with_rate,
 )
-from autoshard.cost_model.hardware import DEVICES, device_named_like, is_known
+from autoshard.cost_model.hardware import DEVICES, Link, device_named_like, is_known
 from autoshard.errors import ClusterError
 
 
@@ -32,6 +33,9 @@ def test_a_cluster_survives_yaml() -> None:
     for said, more in (("{}", {}), ("{fp64: 60e12, fp32: 50e12}", {"fp64": 60e12, "fp32": 50e12})):
         read = Cluster.from_yaml(f"device: {{preset: h100, flops: {said}}}")
         assert read.device.flops == {**DEVICES["h100"].flops, **more}
+
+
+LINK = "{latency: 1e-6, bandwidth: 1e9}"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,18 @@ def test_a_cluster_survives_yaml() -> None:
         ("device: {preset: h100, inside: {latency: soon}}", "latency: 'soon' is not legal"),
         ("device: {preset: h100, tables: {pointwise: [[2, 1.0], [1, 1.0]]}}", "each above the last"),
         ("device: {preset: h100, tables: {pointwise: [[2]]}}", "legal: \\[size, seconds\\]"),
-        ("device: {name: x, memory: 0, flops: {}, bandwidth: 1e9, launch: 0, inside: {}, across: {}}", "flops: {} is not legal"),
+        ("device: {name: x, memory: 0, flops: {}, bandwidth: 1e9, launch: 0, inside: *, across: *}".replace("*", LINK), "flops: {} is not legal"),
+        (f"device: {{name: x, memory: 0, flops: {{fp32: 1e12}}, bandwidth: 1e9, launch: 0, inside: {{}}, across: {LINK}}}", "inside: latency is missing"),
+        ("device: {preset: h100, across: {latency: -1}}", "across.latency: -1 is not legal"),
+        ("device: {preset: h100, memory: 1e9, memory: 2e9}", "not YAML: 'memory' stands there twice"),
+        ("device: {preset: h100, name: 5}", "name: 5 is not legal; legal: a text"),
+        ("device: {preset: cpu, tables: {pontwise: [[1, 1.0]]}}", "tables: 'pontwise' is not known; legal: .*pointwise"),
+        ("device: {preset: cpu, tables: {matmul.fp8: [[1, 1.0]]}}", "tables: 'matmul.fp8' is not known"),
+        ("device: {preset: cpu, tables: {all_gather@0: [[1, 1.0]]}}", "tables: 'all_gather@0' is not known"),
+        ("device: {preset: cpu, tables: {pointwise: [[1, 2.0], [2, 1.0]]}}", "1.0 seconds after 2.0 are not legal"),
+        ("device: {preset: cpu, tables: {pointwise: [[1, 1.0], [.nan, 1.0], [2, 1.0]]}}", "each above the last"),
+        ("device: {preset: cpu, tables: {pointwise: [[1, true]]}}", "legal: \\[size, seconds\\]"),
+        (f"device: {{preset: cpu, tables: {{pointwise: [[{10**400}, 1.0]]}}}}", "each above the last"),
         ("device: {name: x}", "memory is missing"),
         ("nodes: 1", "device is missing"),
     ],
@@ -129,4 +144,35 @@ def test_a_processor_is_one_by_any_name() -> None:
     whole = yaml.safe_load(Cluster(1, 1, DEVICES["cpu"]).to_yaml())
     whole["device"].pop("kind")  # as files from before there was one
     assert Cluster.from_yaml(yaml.safe_dump(whole)).device.is_cpu
-    assert accuracy.memory_error(named, inductor=False) == accuracy.memory_error(DEVICES["cpu"], inductor=False)
+    assert accuracy.memory_error(named, "eager") == accuracy.memory_error(DEVICES["cpu"], "eager")
+
+
+def test_a_device_without_a_preset_has_nothing_of_one() -> None:
+    text = f"device: {{name: x, memory: 16e9, flops: {{fp32: 1e12}}, bandwidth: 1e11, launch: 5e-6, inside: {LINK}, across: {LINK}}}"
+    device = Cluster.from_yaml(text).device
+    assert device.inside == device.across == Link(1e-6, 1e9, scatters=True)
+    assert (device.message, device.source, device.kind, dict(device.tables)) == (0.0, "", "gpu", {})
+
+
+def test_all_that_calibrate_may_measure_may_stand_in_a_file() -> None:
+    names = ["pointwise", "call.generated", "matmul.bf16", "all_gather@8", "all_reduce@16/2", "gather_direct.issue@4", "pack_cast"]
+    tables = dict.fromkeys(names, ((1.0, 1e-06), (2.0, 1e-06)))
+    cluster = Cluster(1, 1, replace(DEVICES["cpu"], tables=tables))
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+
+
+def test_what_was_measured_of_a_device_without_a_preset_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unknown = device_named_like("NVIDIA T4", 16 * 2**30)
+    assert as_measured(unknown) == unknown
+    cache_file(unknown.name).parent.mkdir(parents=True)
+    cache_file(unknown.name).write_text(Cluster(1, 1, replace(unknown, bandwidth=3e11)).to_yaml())
+    assert as_measured(unknown) == replace(unknown, bandwidth=3e11)
+
+
+def test_a_band_of_time_is_for_devices_whose_kernels_were_measured_and_code_that_was_compared() -> None:
+    cpu = DEVICES["cpu"]
+    measured = replace(cpu, tables={"pointwise": ((1.0, 1e-6),)})
+    assert accuracy.time_error(measured, "eager") and not accuracy.time_error(cpu, "eager")
+    assert not accuracy.time_error(replace(cpu, tables={"view": ((1.0, 1e-6),)}), "eager")
+    assert not accuracy.memory_error(DEVICES["h100"], "triton") and accuracy.memory_error(DEVICES["h100"], "inductor")

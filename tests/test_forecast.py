@@ -233,7 +233,7 @@ def test_a_calibration_steps_models_of_little_but_parameters() -> None:
 
 def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> None:
     forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1)
-    measured = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"view": ((1.0, 1e-6),)}))
+    measured = replace(forecaster.cluster, device=replace(DEVICES["cpu"], tables={"pointwise": ((1.0, 1e-6),)}))
     for cluster, said in ((forecaster.cluster, False), (measured, True)):
         predicted = _plan(Forecaster(forecaster.captured, NAMED["adamw"], cluster, "eager"), 0).predicted
         assert predicted.error is not None and (predicted.seconds_error is not None) == said

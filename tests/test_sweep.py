@@ -255,7 +255,7 @@ def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any) -> None:
 def test_sizes_that_cannot_be_are_named() -> None:
     with pytest.raises(SweepError, match="sequence: this model's trace has it as a number; open are: batch"):
         _swept("conv", "eager").at(sequence=3)
-    with pytest.raises(SweepError, match="batch: 0 is not legal; legal: 1 or more"):
+    with pytest.raises(SweepError, match="batch: 0 is not legal; legal: whole numbers, 1 or more"):
         _swept("conv", "eager").at(batch=[1, 0])
     with pytest.raises(SweepError, match="memory_budget: without one every batch fits"):
         _swept("conv", "eager").largest()

@@ -17,16 +17,16 @@ def _record() -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def memory_error(device: Device, inductor: bool) -> tuple[float, float] | None:
+def memory_error(device: Device, codegen: str) -> tuple[float, float] | None:
     """(least, most) of measured / predicted - 1 over all recorded peaks; None where none was recorded."""
-    return _interval(device, inductor, "memory")
+    return _interval(device, codegen, "memory")
 
 
-def time_error(device: Device, inductor: bool) -> tuple[float, float] | None:
-    """The same of step times; None for a device without measured tables, since those that were compared had them."""
-    return _interval(device, inductor, "time") if device.tables else None
+def time_error(device: Device, codegen: str) -> tuple[float, float] | None:
+    """The same of step times; None for a device whose kernels were not measured, since those of the ones that were compared had been."""
+    return _interval(device, codegen, "time") if "pointwise" in device.tables else None
 
 
-def _interval(device: Device, inductor: bool, what: str) -> tuple[float, float] | None:
-    found = _record().get(f"{'cpu' if device.is_cpu else device.name} {'inductor' if inductor else 'eager'}", {}).get(what)
+def _interval(device: Device, codegen: str, what: str) -> tuple[float, float] | None:
+    found = _record().get(f"{'cpu' if device.is_cpu else device.name} {codegen}", {}).get(what)
     return (found[0], found[1]) if found else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from autoshard.cache import cache_folder, readable
-from autoshard.cost_model.collectives import Group
+from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
+from autoshard.cost_model.kernels import BY_FLOPS, KERNELS, is_table
 from autoshard.errors import ClusterError
 
 
@@ -60,7 +61,7 @@ class Cluster:
         """Inverse of `to_yaml`. A device may be a preset's name, or a mapping that has one as `preset` and says what
         differs, of its links and flops too. ClusterError names what is not legal."""
         try:
-            data = yaml.safe_load(text)
+            data = yaml.load(text, _Loader)  # noqa: S506 - a safe one
         except yaml.YAMLError as error:
             raise ClusterError(f"cluster: not YAML: {' '.join(str(error).split())}") from error
         data = _mapping("cluster", data, ("nodes", "per_node", "device"))
@@ -77,6 +78,16 @@ class Cluster:
             raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror})") from error
         except (ClusterError, UnicodeDecodeError) as error:
             raise ClusterError(f"{path}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Of two values of one key none is taken."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        if twice := next((key for i, key in enumerate(keys) if key in keys[:i]), None):
+            raise yaml.MarkedYAMLError(problem=f"{twice!r} stands there twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _MEASURED = "measured by autoshard calibrate"
@@ -96,9 +107,15 @@ def cache_file(device: str) -> Path:
 
 
 def measured_here(name: str) -> Device:
-    """The device of this name as it was measured on this machine; its preset where it was not, or where that cannot be read."""
-    known, file = preset(name), cache_file(name)
-    return Cluster.load(file).device if readable(file) else known
+    """The device of this name as it was measured on this machine; its preset where it was not, or where that is no file that may be
+    read. ClusterError names what is not legal in it."""
+    return as_measured(preset(name))
+
+
+def as_measured(device: Device) -> Device:
+    """The same of a device of any name."""
+    file = cache_file(device.name)
+    return Cluster.load(file).device if readable(file) else device
 
 
 def with_rate(cluster: Cluster, rate: float) -> Cluster:
@@ -122,26 +139,22 @@ def _device(data: Any) -> Device:
         return preset(data)
     names = tuple(f.name for f in fields(Device))
     data = _mapping("device", data, ("preset", *names))
-    named = "preset" in data
-    base = preset(data.pop("preset", "cpu"))
-    if not named:
+    base = preset(data.pop("preset")) if "preset" in data else None
+    if base is None:
         data.setdefault("kind", "cpu" if data.get("name") == "cpu" else "gpu")
-        missing = [n for n in names if n not in data and n not in ("source", "message", "interference", "drag", "skew", "wake", "tables")]
+        missing = [f.name for f in fields(Device) if f.name not in data and f.default is MISSING and f.default_factory is MISSING]
         if missing:
             raise ClusterError(f"device: {missing[0]} is missing; legal: all of them, or `preset` and what differs")
     made = {name: _field(name, value, base) for name, value in data.items()}
-    if named:
-        made["flops"] = {**base.flops, **made.get("flops", {})}
     source = str(made.get("source", ""))
     if source.startswith(_MEASURED) and f"tables {TABLES}," not in source:
         raise ClusterError(f"device: {source!r} counts kernels in another way than this version; run autoshard calibrate again")
-    return replace(base, **made)
+    return replace(base, **{**made, "flops": {**base.flops, **made.get("flops", {})}}) if base else Device(**made)
 
 
-def _field(name: str, value: Any, base: Device) -> Any:
+def _field(name: str, value: Any, base: Device | None) -> Any:
     if name in ("inside", "across"):
-        link = _mapping(name, value, tuple(f.name for f in fields(Link)))
-        return replace(getattr(base, name), **{key: _number(v) for key, v in link.items()})
+        return _link(name, value, getattr(base, name, None))
     if name == "flops":
         rates = _mapping(name, value, RATES)
         return {dtype: _number(rate) for dtype, rate in rates.items()}
@@ -149,6 +162,17 @@ def _field(name: str, value: Any, base: Device) -> Any:
         tables = _mapping(name, value, None)
         return {key: _table(key, points) for key, points in tables.items()}
     return value if name in ("name", "source", "kind") else _number(value)
+
+
+def _link(name: str, value: Any, base: Link | None) -> Link:
+    """base: what is not said of it is as of this one."""
+    said = {key: _number(v) for key, v in _mapping(name, value, tuple(f.name for f in fields(Link))).items()}
+    if base is None and (missing := [key for key in ("latency", "bandwidth") if key not in said]):
+        raise ClusterError(f"{name}: {missing[0]} is missing; legal: latency and bandwidth, or a device with a `preset`")
+    try:
+        return replace(base, **said) if base else Link(**said)
+    except ClusterError as error:
+        raise ClusterError(f"{name}.{error}") from error
 
 
 def _number(value: Any) -> Any:
@@ -160,15 +184,20 @@ def _number(value: Any) -> Any:
 
 
 def _table(name: str, points: Any) -> tuple[tuple[float, float], ...]:
+    if not isinstance(name, str) or not (is_table(name) or is_table_name(name)):
+        legal = f"{', '.join(sorted(KERNELS))}, {', '.join(sorted(BY_FLOPS))} with .{', .'.join(RATES)}, {', '.join(COLLECTIVES)} with @8 or @16/2"
+        raise ClusterError(f"tables: {name!r} is not known; legal: {legal}")
     if not isinstance(points, list | tuple):
         raise ClusterError(f"tables.{name}: {points!r} is not legal; legal: a list of [size, seconds]")
     return tuple(_point(name, point) for point in points)
 
 
 def _point(name: str, point: Any) -> tuple[float, float]:
-    if not isinstance(point, list | tuple) or len(point) != 2 or not all(isinstance(v, int | float) for v in point):
+    numbers = [_number(v) for v in point] if isinstance(point, list | tuple) else []
+    if len(numbers) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in numbers):
         raise ClusterError(f"tables.{name}: {point!r} is not legal; legal: [size, seconds]")
-    return float(point[0]), float(point[1])
+    size, seconds = numbers
+    return (float(size) if abs(size) < 1e300 else math.inf), (float(seconds) if abs(seconds) < 1e300 else math.inf)
 
 
 def _mapping(name: str, value: Any, legal: tuple[str, ...] | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ can be written with several collectives.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ from autoshard.cost_model.kernels import look_up
 
 GATHERS = ("all_gather", "gather_direct")  # which are given a part of the whole
 _DIRECT = ("all_to_all", "gather_direct", "exchange_direct", "swap_direct")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", *_DIRECT)
 _TREE = 0.92  # of a ring's bandwidth, in NCCL's own tuning model
 
 
@@ -77,6 +79,11 @@ def issue_seconds(collective: str, payload: int, group: Group, device: Device) -
 def table_name(collective: str, group: Group) -> str:
     """"all_gather@8" of eight processes on one node, "all_gather@8/2" on two."""
     return f"{collective}@{group.size}" + (f"/{group.nodes}" if group.nodes > 1 else "")
+
+
+def is_table_name(name: str) -> bool:
+    """Whether `table_name` may give this of what is sent, or of the seconds until the one who asks can go on."""
+    return re.fullmatch(rf"({'|'.join(COLLECTIVES)})(\.issue)?@[1-9]\d*(/[1-9]\d*)?", name) is not None
 
 
 def measured(device: Device, group: Group) -> Device:

@@ -64,6 +64,9 @@ class Device:
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ClusterError(f"{name}: {value!r} is not legal; legal: a text")
         _in_range("memory", self.memory, 0, 1e14, "bytes")
         _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
         _in_range("launch", self.launch, 0, 1, "seconds")
@@ -94,10 +97,12 @@ def _in_range(name: str, value: float, low: float, high: float, unit: str) -> No
 
 def _check_table(name: str, table: Table) -> None:
     sizes = [size for size, _ in table]
-    if not table or sizes != sorted(set(sizes)) or not 0 < sizes[0] <= sizes[-1] < math.inf:
+    if not table or not all(a < b for a, b in itertools.pairwise([0, *sizes, math.inf])):
         raise ClusterError(f"tables.{name}: sizes {sizes} are not legal; legal: one or more, above 0 and each above the last")
     for _, seconds in table:
         _in_range(f"tables.{name}", seconds, 1e-12, 1e4, "seconds")
+    if falling := next(((a, b) for (_, a), (_, b) in itertools.pairwise(table) if b < a), None):
+        raise ClusterError(f"tables.{name}: {falling[1]!r} seconds after {falling[0]!r} are not legal; legal: as many or more for more")
 
 
 def _gpu(

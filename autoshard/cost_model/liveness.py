@@ -71,8 +71,10 @@ class Curve:
 
     def at(self, point: Point = _AS_TRACED) -> NDArray[np.int64]:
         """(operations + 1) × categories, bytes; what is not given is as it was in the trace."""
-        sizes = {**self.traced, **point}
-        return self.matrix @ np.array([int(t.subs(sizes)) for t in self.terms], dtype=np.int64)
+        if not self.symbols:
+            return self.matrix @ np.array(self.terms, dtype=np.int64)
+        sizes = {str(symbol): float(size) for symbol, size in {**self.traced, **point}.items()}
+        return self.matrix @ self._evaluate(sizes).round().astype(np.int64)
 
     def peak(self, point: Point = _AS_TRACED) -> Peak:
         """The first of the highest moments."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from autoshard.cost_model import collectives, timeline
 from autoshard.cost_model.cluster import Cluster
@@ -144,14 +145,20 @@ def _messages(operation: Operation, group: Group, sizes: Open) -> list[tuple[str
 
 def _message(operation: Operation, group: Group) -> tuple[str, int]:
     """Which collective, and the bytes of the whole tensor."""
-    packet = operation.node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    packet = operation.node.target.overloadpacket.__name__.removesuffix("_coalesced")  # type: ignore[union-attr]
     name = "all_reduce" if operation.name == SPARSE else _NAMES.get(packet, packet)
-    value: Any = operation.node.args[0].meta["val"]  # type: ignore[union-attr]
-    return name, value.numel() * value.element_size() * (group.size if name in GATHERS else 1)
+    sent = sum(value.numel() * value.element_size() for value in (n.meta["val"] for n in tree_leaves(operation.node.args[0])))
+    return name, sent * (group.size if name in GATHERS else 1)
 
 
 def _group(groups: Mapping[str, Group], operation: Operation) -> Group:
-    return groups.get(str(operation.node.args[-1]), Group(1))
+    """The processes of a collective; of one of the model's own, whose group no plan knows, all."""
+    return groups[name] if (name := group_name(operation)) in groups else max(groups.values(), key=lambda g: g.size, default=Group(1))
+
+
+def group_name(operation: Operation) -> str:
+    """Of a collective's processes."""
+    return str(operation.node.kwargs.get("group_name", operation.node.args[-1]))
 
 
 def _link_of(groups: Mapping[str, Group], operation: Operation) -> Link:
