@@ -192,7 +192,8 @@ class Compilation:
         recompute.save_unrepeatable(joint)
         # A block was parted by a budget already; repeated as a whole it would draw other random numbers.
         budgets = torch_internals.without_budgets(joint) if graphs.calls(joint, graphs.BLOCK) else contextlib.nullcontext()
-        with budgets, torch_internals.random_states_are_tensors():
+        joined = torch_internals.repeats_stay() if recompute.joins_draws(joint.graph) else contextlib.nullcontext()
+        with budgets, joined, torch_internals.random_states_are_tensors():
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)
@@ -329,9 +330,28 @@ def call_directly(graph: Graph) -> None:
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
     call_directly(gm.graph)
-    guarded = naming_lost_peers(torch_internals.boxed(gm))
+    run = torch_internals.boxed(gm)
+    guarded = naming_lost_peers(run if (device := _drawn_on(gm)) is None else _current(run, device))
     guarded._boxed_call = True  # type: ignore[attr-defined]
     return guarded
+
+
+def _drawn_on(gm: GraphModule) -> torch.device | None:
+    """The GPU whose random state a graph saves or begins with; None of any other graph."""
+    calls = [n for n in gm.graph.nodes if torch_internals.random_call(n)]
+    values = (a.meta.get("val") for n in calls for a in n.all_input_nodes)
+    return next((v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"), None)
+
+
+def _current(run: Callable[[list[Any]], Any], device: torch.device) -> Callable[[list[Any]], Any]:
+    """Runs with this GPU as the current one, whose generator is the one that torch looks at: in a thread of autograd's it is, in the
+    user's it need not be."""
+
+    def on_device(given: list[Any]) -> Any:
+        with torch.cuda.device(device):
+            return run(given)
+
+    return on_device
 
 
 def has_compiler() -> bool:

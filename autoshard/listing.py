@@ -22,7 +22,7 @@ from autoshard import torch_internals
 from autoshard.cost_model.program import Listing
 from autoshard.cost_model.step_memory import Listed
 from autoshard.passes import graphs
-from autoshard.passes.recompute import backward_of, calls_of, kept_by, values_of_blocks
+from autoshard.passes.recompute import backward_of, calls_of, kept_by, once, values_of_blocks
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class JointList:
         of_block = {n.name: graphs.block_of(n, stacks) for n in joint.graph.nodes if n.name in kept}
         sizes = {n.name: None for n in joint.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}  # which take next to nothing
         calls = {block: calls_of(block, nodes) for block, nodes in blocks.items()}
-        once = torch_internals.without_repeats(joint.graph)
-        tangents = dict.fromkeys(n for n in once.find_nodes(op="placeholder") if torch_internals.input_position(n) is None)
-        return JointList(once, results, tangents, graphs.positions(once), calls, backward, of_block | sizes)
+        copied = once(joint)
+        tangents = dict.fromkeys(n for n in copied.find_nodes(op="placeholder") if torch_internals.input_position(n) is None)
+        return JointList(copied, results, tangents, graphs.positions(copied), calls, backward, of_block | sizes)
 
     def alone(self, policy: str) -> Listed:
         """Of a block by itself, by a policy that says what is saved: any but "none"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +122,40 @@ def test_blocks_that_would_not_be_compiled_are_named(
 ) -> None:
     for said in two.run(what_is_said, block_by_block, 0, depth, shared, forgotten):
         assert says in said
+
+
+class Nested(nn.Module):
+    """A block with numbers of its own inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def _saved(policy: Any) -> list[tuple[int, ...]]:
+    """Shapes of what two such blocks save for backward."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    blocks, found = nn.Sequential(*(Nested() for _ in range(2))), list[Any]()
+    backend = autoshard.backend(config(0, recompute=policy))
+    for block in blocks:
+        block.compile(backend=backend)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = blocks(torch.ones(4, 8, requires_grad=True)).sum()
+    loss.backward()
+    return found
+
+
+def test_all_of_a_block_that_is_compiled_by_itself_has_its_policy() -> None:
+    """Numbers within it are no blocks of a model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert (4, 32) in _saved("none") and (4, 32) not in _saved("full")

@@ -23,6 +23,7 @@ checkpointing in that block.
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections import Counter, defaultdict
@@ -33,7 +34,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard import torch_internals
@@ -61,7 +62,7 @@ class Recompute:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         if context.plan.recompute:
-            found = tag(gm, context.plan.stacks, context.plan.policy_of)
+            found = tag(gm, context.plan.stacks, context.plan.policy_of, context.plan.recompute[0][0] == "")
             if found:
                 _say_what_is_unknown(found, context.plan)
             if found and not graphs.calls(gm, graphs.BLOCK):
@@ -71,12 +72,13 @@ class Recompute:
 
 def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
     """Of operators that torch does not have: a user would wait for less memory in vain."""
-    called = {n.target for n in nodes if getattr(n.target, "namespace", "") not in _KNOWN}
+    called = {t for n in nodes for t in (n.target, *n.args) if getattr(t, "namespace", "") not in _KNOWN or (n.target is t and _has_graphs(n))}
     names = sorted(str(target).removesuffix(".default") for target in called)
     if names:
         warnings.warn(
             f"recompute: what {', '.join(names)} gives is saved by every policy, and in regions of torch.utils.checkpoint: torch does not "
-            "have it, so it may draw numbers unseen; legal: an operator with torch.Tag.nondeterministic_seeded, which is repeated",
+            "have it, so it may draw numbers unseen; legal: an operator with torch.Tag.nondeterministic_seeded, which is repeated if its "
+            "tensors are arguments of their own, of one device",
             stacklevel=2,
         )
 
@@ -108,11 +110,13 @@ def _say_what_was_not_found(found: Collection[str | None], context: Context) -> 
         )
 
 
-def tag(joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | None], str]) -> Collection[str | None]:
+def tag(
+    joint: GraphModule, stacks: Collection[str], policy_of: Callable[[str | None], str], alone: bool = False
+) -> Collection[str | None]:
     """Tags what forward computes in blocks that have a policy; whose operations it found. An inference graph stays as it is.
-    stacks: the plan's."""
+    stacks: the plan's. alone: the graph is of one block that is compiled by itself, and what has a number in it is a part of that."""
     backward = backward_of(joint)
-    blocks = values_of_blocks(joint, backward, stacks)
+    blocks = values_of_blocks(joint, backward, None if alone else stacks)
     for block, nodes in blocks.items():
         policy = policy_of(block)
         if policy != "none":
@@ -146,7 +150,8 @@ def save_unrepeatable(joint: GraphModule) -> None:
 
 def _draws_unseen(node: Node) -> bool:
     """Of an operator that torch does not have, or one of higher order that calls such a one."""
-    return not draws(node.target) and any(getattr(target, "namespace", "") not in _KNOWN for target in (node.target, *node.args))
+    called = (node.target, *node.args)
+    return not is_repeatable(node) and any(getattr(target, "namespace", "") not in _KNOWN for target in called)
 
 
 def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
@@ -157,12 +162,13 @@ def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
             torch_internals.rename(node, f"{block.replace('.', '_')}_again_{op_name(node)}")
 
 
-def values_of_blocks(joint: GraphModule, backward: set[Node], stacks: Collection[str]) -> dict[str | None, list[Node]]:
-    """What forward computes, in order, by block; gathered parameters and sizes left out. Nothing of an inference graph."""
+def values_of_blocks(joint: GraphModule, backward: set[Node], stacks: Collection[str] | None) -> dict[str | None, list[Node]]:
+    """What forward computes, in order, by block; gathered parameters and sizes left out. Nothing of an inference graph. stacks: None of
+    a graph that is one block, ""."""
     blocks: dict[str | None, list[Node]] = defaultdict(list)
     for node in joint.graph.nodes if backward else ():
         if node.op == "call_function" and node not in backward and _is_value(node):
-            blocks[graphs.block_of(node, stacks)].append(node)
+            blocks["" if stacks is None else graphs.block_of(node, stacks)].append(node)
     return blocks
 
 
@@ -197,9 +203,35 @@ def _is_value(node: Node) -> bool:
 def is_repeatable(node: Node) -> bool:
     """Whether calling this again is known to give the same. See [Note: Policies]."""
     called = (node.target, *node.args)  # operators of higher order take the one that they call
-    if any(isinstance(a, Node) and a.op == "get_attr" for a in node.args) and getattr(node.target, "namespace", "") == "higher_order":
-        return False
-    return draws(node.target) or all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
+    known = all(getattr(target, "namespace", "aten") in _REPEATABLE for target in called)
+    return not _has_graphs(node) and (known or (draws(node.target) and _tells_its_device(node)))
+
+
+def _has_graphs(node: Node) -> bool:
+    """As `torch.cond` has."""
+    return getattr(node.target, "namespace", "") == "higher_order" and any(isinstance(a, Node) and a.op == "get_attr" for a in node.args)
+
+
+def _tells_its_device(node: Node) -> bool:
+    """Whether torch, which looks at the first tensor that an operator is given by position, saves the state of the right generator."""
+    tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    first = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta.get("val"), Tensor)]
+    return bool(first) and len({t.device for t in tensors}) == 1
+
+
+def joins_draws(graph: Graph) -> bool:
+    """Whether torch's partitioner would compute once what several calls draw, or may draw unseen."""
+    calls = Counter(n.target for n in graph.nodes if n.op == "call_function" and torch_internals.is_joined(n) and _may_draw(n))
+    return any(count > 1 for count in calls.values())
+
+
+def _may_draw(node: Node) -> bool:
+    return draws(node.target) or _has_graphs(node) or any(getattr(t, "namespace", "") not in _KNOWN for t in (node.target, *node.args))
+
+
+def once(joint: GraphModule) -> Graph:
+    """A copy of a joint graph as torch's partitioner parts it: what is computed twice is there once, but for what it would draw once."""
+    return copy.deepcopy(joint.graph) if joins_draws(joint.graph) else torch_internals.without_repeats(joint.graph)
 
 
 def draws(target: Any) -> bool:
@@ -231,8 +263,9 @@ def operations(nodes: Iterable[Node]) -> dict[str, Node]:
 
 
 def _with_items(kept: Mapping[Node, Marks]) -> dict[Node, Marks]:
-    """Of an operation with several results, these too."""
-    return {**kept, **{user: marks for n, marks in kept.items() if isinstance(n.meta["val"], (list, tuple)) for user in n.users}}
+    """Of an operation with several results, these too, and what is in one that is several itself."""
+    items = {user: marks for n, marks in kept.items() if isinstance(n.meta["val"], (list, tuple)) for user in n.users}
+    return {**kept, **_with_items(items)} if items else {**kept}
 
 
 def _leaving(nodes: Sequence[Node], backward: set[Node]) -> set[Node]:

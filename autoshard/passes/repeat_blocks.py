@@ -111,7 +111,7 @@ def _passes_on(node: Node, block: str | None) -> bool:
     if torch_internals.is_view(node.target):
         return True
     quick = block is None and isinstance(node.meta.get("val"), Tensor) and kind_of(node) == "pointwise"
-    return quick and is_repeatable(node) and not draws(node.target)
+    return quick and is_repeatable(node) and not draws(node.target) and not graphs.is_call(node, graphs.WRITE)
 
 
 def _of_module(node: Node) -> dict[str, Any]:

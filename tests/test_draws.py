@@ -1,0 +1,158 @@
+"""Random numbers of a model that is compiled: as many draws as it has, and the same when they are repeated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Config
+from autoshard.passes.recompute import is_repeatable, joins_draws
+from tests.recomputed import Stack, forecaster_of, inputs, noise, planned, trained, two_steps, with_policies
+from tests.small import in_full, same
+from tests.test_user_regions import seeded_noise
+
+SEEDED = (torch.Tag.nondeterministic_seeded,)
+
+
+@torch.library.custom_op("autoshard_tests::of_several", mutates_args=(), tags=SEEDED)
+def of_several(tensors: Sequence[Tensor]) -> Tensor:
+    """Draws, and is given a list of tensors, where torch does not look for the device."""
+    return torch.rand_like(tensors[0])
+
+
+@of_several.register_fake
+def _(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(tensors[0])
+
+
+@torch.library.custom_op("autoshard_tests::of_both", mutates_args=())
+def of_both(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Draws unseen, and gives a list beside a tensor."""
+    return torch.rand_like(x), [torch.rand_like(x), torch.rand_like(x)]
+
+
+@of_both.register_fake
+def _(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(x), [torch.empty_like(x), torch.empty_like(x)]
+
+
+@torch.library.custom_op("autoshard_tests::fill", mutates_args={"out"})
+def fill(out: Tensor) -> None:
+    """Draws unseen, into what it is given."""
+    out.uniform_()
+
+
+@fill.register_fake
+def _(out: Tensor) -> None:
+    return None
+
+
+def _filled(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    fill(out)
+    return out
+
+
+def _nested(x: Tensor) -> Tensor:
+    first, (second, third) = of_both(x.detach())
+    return first + second * third
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 100).float(),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "gumbel": lambda x: nn.functional.gumbel_softmax(x, dim=-1),
+    "rrelu": lambda x: nn.functional.rrelu(x - 2, training=True),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "dropout": nn.functional.dropout,
+    "noise": lambda x: noise(x.detach()),
+    "seeded": lambda x: seeded_noise(x.detach()),
+}
+
+
+class Twice(nn.Linear):
+    """Draws twice by the same call."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(32, 32)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return x + (self.draw(y) - self.draw(y)) * y.sin()
+
+
+def _stack(draw: Callable[[Tensor], Tensor]) -> Any:
+    class Drawing(Stack):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.layers = nn.ModuleList(Twice(draw) for _ in range(2))
+
+    return Drawing
+
+
+def _beside_eager(make: Any, got: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(1)
+    for ours, expected in zip(got, two_steps(model, model, inputs()), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_twice_is_not_drawn_once(name: str) -> None:
+    """Of most of these torch's partitioner would keep one. In eager the numbers are the plain model's, wherever they are repeated."""
+    make = _stack(DRAWS[name])
+    plan = planned(forecaster_of(make(), inputs()))
+    plain = trained(make, inputs(), plan, "eager")
+    _beside_eager(make, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that of unseen draws nothing is repeated
+        assert same(plain, trained(make, inputs(), with_policies(plan, make, ["full"]), "eager"))
+
+
+@pytest.mark.parametrize("name", ["noise", in_full("rrelu"), in_full("seeded"), in_full("gumbel")])
+def test_neither_is_it_on_inductor(name: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Twice(DRAWS[name])
+    out = torch.compile(model, backend=autoshard.backend(Config(codegen="inductor", verbose=False)))(inputs())
+    assert (out - inputs()).abs().max() > 0
+
+
+def test_only_what_torch_would_join_is_kept_apart() -> None:
+    aten, ours = torch.ops.aten, torch.ops.autoshard_tests
+    joined = (aten.randn_like.default, aten.uniform.default, ours.noise.default, ours.seeded_noise.default)
+    for target, found in (*((t, True) for t in joined), (aten.sin.default, False), (aten.bernoulli.p, False)):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        graph.call_function(target, (x,))
+        assert not joins_draws(graph)
+        graph.call_function(target, (x,))
+        assert joins_draws(graph) == found, target
+
+
+def test_a_draw_is_repeated_where_torch_finds_its_device() -> None:
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = torch.ones(2), torch.ones(2, device="meta")
+    seeded = torch.ops.autoshard_tests.seeded_noise.default
+    given: Any = [(x,), ([x],), (x, y)]
+    assert [is_repeatable(graph.call_function(seeded, args)) for args in given] == [True, False, False]
+
+
+@pytest.mark.parametrize(("draw", "said"), [(lambda x: of_several([x.detach()]), "of_several"), (_nested, "of_both"), (_filled, "fill")])
+def test_what_cannot_be_repeated_is_saved_with_all_that_it_gives_and_named(draw: Callable[[Tensor], Tensor], said: str) -> None:
+    make = _stack(draw)
+    plan = planned(forecaster_of(make(), inputs()))
+    plain = trained(make, inputs(), plan, "eager")
+    with pytest.warns(UserWarning, match=f"what autoshard_tests.{said} gives is saved by every policy"):
+        again = trained(make, inputs(), with_policies(plan, make, ["full"]), "eager")
+    assert same(plain, again)
