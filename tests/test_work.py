@@ -108,3 +108,12 @@ def test_a_gpu_works_on_a_batch_of_products_at_once() -> None:
         device = replace(DEVICES[name], tables={"matmul.fp32": ((1e6, 1e-5), (1e7, 9e-5), (1e9, 1e-3))})
         found[name] = [float(seconds(Work("matmul", 1e8, 0, 0, batch=n), device)) for n in (1, 100)]
     assert found["h100"][0] == found["h100"][1] == found["cpu"][0] and found["cpu"][1] == pytest.approx(1e-5)
+
+
+def test_a_lookup_reads_what_it_gives_and_where_that_is() -> None:
+    """Not all that it looks into."""
+    places = torch.zeros(6, dtype=torch.int64)
+    for look, made in ((lambda w, i: nn.functional.embedding(i, w), 6 * 8 * 4), (lambda w, i: w[i], 6 * 8 * 4), (lambda w, i: w.gather(0, i[:, None]), 6 * 4)):
+        graph = make_fx(look, tracing_mode="fake")(torch.ones(5000, 8), places).graph
+        (found,) = (w for n in graph.nodes if n.op == "call_function" and (w := work_of(Operation(n, "forward", (), ()))).kind == "lookup")
+        assert (found.read, found.written) == (6 * 8 + made, made)
