@@ -27,6 +27,7 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.recompute import MARKS
 from autoshard.plan import VERBS, Plan
 from autoshard.rehearsal import rehearse
+from autoshard.runtime.dtensors import local
 from autoshard.savings import kept_of
 from tests import models
 from tests.cluster import Cluster as Processes
@@ -362,3 +363,24 @@ def test_a_policy_is_about_each_call_of_a_block(make: type[nn.Module]) -> None:
     entering = "add" if make is Looped else "tanh"
     assert kept.issuperset({entering, f"{entering}_1", f"{entering}_2"})
     assert same(trained(make, inputs(), plan, "eager"), trained(make, inputs(), full, "eager"))
+
+
+def _of_two_forwards(model: nn.Module, run: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = run(inputs()) + run(inputs(8))
+    loss.backward()
+    return [loss.detach(), *(local(p.grad) for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("policy", ["full", in_full("selective")])
+def test_statistics_may_change_between_a_forward_and_its_backward(policy: str) -> None:
+    """Where BatchNorm is computed again."""
+    made = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Stack(2)
+        backend = autoshard.backend(Config(codegen="eager", recompute=policy, verbose=False))  # type: ignore[arg-type]
+        made.append(_of_two_forwards(model, torch.compile(model, backend=backend, dynamic=False) if compiled else model))
+    for ours, expected in zip(*made, strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -3,7 +3,8 @@
 [Note: Overwritten inputs] A buffer that forward reads and then changes (a moving average, the vectors of spectral norm) has its new
 value when backward comes. What backward computes again from it would begin with that: torch's partitioner (2.13) looks only for
 buffers that backward changes too, and gradients are wrong without a word. Such a copy is a saved tensor, and small as buffers are.
-BatchNorm reads its statistics too, but what it gives in training does not depend on them.
+BatchNorm reads its statistics too, but what it gives in training does not depend on them: they are copied only where it is computed again,
+since autograd refuses a saved tensor that was written to, as by a second forward in front of the backward.
 
 This is no pass of the pipeline, which users may choose: it is done wherever a graph is parted.
 """
@@ -28,11 +29,16 @@ def keep_overwritten(joint: GraphModule) -> None:
     wanted = backward | needed(backward)
     for value in overwritten:
         assert isinstance(value, Node)
-        readers = [user for user in value.users if user in wanted and "batch_norm" not in op_name(user)]
+        readers = [user for user in value.users if user in wanted and not _only_passes(user)]
         if readers:
             copy = _copied(joint.graph, value)
             for reader in readers:
                 reader.replace_input_with(value, copy)
+
+
+def _only_passes(reader: Node) -> bool:
+    """Whether what it gives does not depend on the buffer, and backward has no call of it."""
+    return "batch_norm" in op_name(reader) and reader.meta.get("recompute") in (None, SAVE)
 
 
 def _copied(graph: Graph, value: Node) -> Node:

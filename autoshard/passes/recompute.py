@@ -77,7 +77,7 @@ def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
     if names:
         warnings.warn(
             f"recompute: what {', '.join(names)} gives is saved by every policy, and in regions of torch.utils.checkpoint: torch does not "
-            "have it, so it may draw numbers unseen; legal: an operator with torch.Tag.nondeterministic_seeded, which is repeated if its "
+            "have it, or it takes graphs, so it may draw numbers unseen; legal: an operator with torch.Tag.nondeterministic_seeded, which is repeated if its "
             "tensors are arguments of their own, of one device",
             stacklevel=2,
         )
