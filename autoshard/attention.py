@@ -24,7 +24,6 @@ from autoshard.passes import graphs
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256  # numbers of a head that flash attention takes
-_HAS_FLASH = "bf16"  # what GPUs that are too old for it do not compute in either
 
 
 def flash(
@@ -86,9 +85,14 @@ def _kernel(device: Device, node: Node) -> Any:
     given = (query, key, value, *(() if mask is None else (mask,)))
     if any(x.stride(-1) != 1 for x in given):
         return formulas
-    if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and _HAS_FLASH in device.flops:
+    if query.dtype in _HALF and mask is None and len(heads) == 1 and max(heads) <= _WIDEST and _has_flash(device):
         return flash
     return efficient if query.dtype in (*_HALF, torch.float32) and not grouped else formulas
+
+
+def _has_flash(device: Device) -> bool:
+    """GPUs that are too old for it do not compute in bf16 either."""
+    return "bf16" in device.flops
 
 
 def _example(node: Node, position: int, name: str) -> Any:

@@ -25,10 +25,12 @@ from typing import Any, TypeVar
 import torch
 from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from autoshard import torch_internals
 from autoshard.blocks import Halves, compile_block, compile_blocks
 from autoshard.console import Phases
+from autoshard.errors import UnsupportedError
 from autoshard.kernels.region import OPERATORS
 from autoshard.ops import block, direct, packing
 from autoshard.ops.block import Block
@@ -192,8 +194,8 @@ class Compilation:
         recompute.save_unrepeatable(joint)
         # A block was parted by a budget already; repeated as a whole it would draw other random numbers.
         budgets = torch_internals.without_budgets(joint) if graphs.calls(joint, graphs.BLOCK) else contextlib.nullcontext()
-        joined = torch_internals.repeats_stay() if recompute.joins_draws(joint.graph) else contextlib.nullcontext()
-        with budgets, joined, torch_internals.random_states_are_tensors():
+        apart = torch_internals.repeats_stay() if recompute.joins_draws(joint.graph) else contextlib.nullcontext()
+        with budgets, apart, torch_internals.random_states_are_tensors():
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         torch_internals.put_random_states_first(forward, backward)
         graphs.fill_examples(forward)
@@ -330,17 +332,22 @@ def call_directly(graph: Graph) -> None:
 def _boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph op by op, frees its inputs when they were last used, and names peers that are lost."""
     call_directly(gm.graph)
-    run = torch_internals.boxed(gm)
-    guarded = naming_lost_peers(run if (device := _drawn_on(gm)) is None else _current(run, device))
+    run, devices = torch_internals.boxed(gm), drawn_on(gm)
+    if devices:
+        run = _current(run, devices[0])
+    guarded = naming_lost_peers(run)
     guarded._boxed_call = True  # type: ignore[attr-defined]
     return guarded
 
 
-def _drawn_on(gm: GraphModule) -> torch.device | None:
-    """The GPU whose random state a graph saves or begins with; None of any other graph."""
+def drawn_on(gm: GraphModule) -> list[torch.device]:
+    """The GPUs whose random states a graph saves or begins with. UnsupportedError of several, of which torch would look at one."""
     calls = [n for n in gm.graph.nodes if torch_internals.random_call(n)]
-    values = (a.meta.get("val") for n in calls for a in n.all_input_nodes)
-    return next((v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"), None)
+    made = (v for n in calls for v in tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor) and v.device.type == "cuda")
+    devices = list(dict.fromkeys(v.device for v in made))
+    if len(devices) > 1:
+        raise UnsupportedError(f"recompute: backward repeats what forward drew on {devices[0]} and {devices[1]}; legal: one GPU a process")
+    return devices
 
 
 def _current(run: Callable[[list[Any]], Any], device: torch.device) -> Callable[[list[Any]], Any]:

@@ -249,8 +249,8 @@ class FirstCall:
         return limited or (self.config.zero == "auto" and self.world.size > 1)
 
     def _of_family(self, plan: Plan) -> Plan:
-        """Blocks that are compiled one by one have a graph each, in which no block has a number, and which starts late; those that are
-        alike share it, so all copies are gathered again or none."""
+        """Blocks that are compiled one by one have a graph each, which starts late, and in which what has a number is a part of the block;
+        those that are alike share it, so all copies are gathered again or none."""
         if not isinstance(self.model, Family):
             return plan
         if plan.early:

@@ -360,8 +360,8 @@ def _bytes(rows: Rows) -> int:
 
 def _as_adam(rows: Sequence[Rows]) -> OptimizerMemory:
     """Which reads rows, gradients and two moments, and writes all of that but the gradients."""
-    each = sum(map(_bytes, rows))
-    return OptimizerMemory(2 * each, 2 * (max(map(_bytes, rows), default=0),), ((7 * each, 0),))
+    each, largest = sum(map(_bytes, rows)), max(map(_bytes, rows), default=0)
+    return OptimizerMemory(2 * each, (largest, largest), ((7 * each, 0),))
 
 
 def _place(program: Program, peak: Peak) -> str:

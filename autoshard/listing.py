@@ -27,8 +27,8 @@ from autoshard.passes.recompute import backward_of, calls_of, kept_by, once, val
 
 @dataclass(frozen=True)
 class JointList:
-    """A joint graph without what was there twice. results: how many of what it gives are forward's. tangents: its inputs that autograd
-    gives to backward. at: where each node stands. calls: what policies are about, by block, in the graph that it was. backward: of that.
+    """A joint graph without what was there twice, but for draws. results: how many of what it gives are forward's. tangents: its inputs
+    that autograd gives to backward. at: where each node stands. calls: what policies are about, by block, in the graph that it was. backward: of that.
     kept: what is saved where no policy says, by name, with its block. whole: see `Listed`."""
 
     graph: Graph
@@ -50,7 +50,7 @@ class JointList:
         of_block = {n.name: graphs.block_of(n, stacks) for n in joint.graph.nodes if n.name in kept}
         sizes = {n.name: None for n in joint.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}  # which take next to nothing
         calls = {block: calls_of(block, nodes) for block, nodes in blocks.items()}
-        copied = once(joint)
+        copied = once(joint.graph)
         tangents = dict.fromkeys(n for n in copied.find_nodes(op="placeholder") if torch_internals.input_position(n) is None)
         return JointList(copied, results, tangents, graphs.positions(copied), calls, backward, of_block | sizes)
 

@@ -192,8 +192,8 @@ class Plan:
     node: processes of a node, where gathers go between nodes first and then inside of them, and reductions the other way round;
         0: each in one step over all processes.
     stacks: modules under a number that are no blocks, since blocks are in them; see [Note: Stacks] in passes/choose_blocks.py.
-    recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full");
-        see [Note: Policies] in passes/recompute.py.
+    recompute: (block, policy) of each block of which backward computes something again, such as ("model.layers.3", "full"), or "" of one
+        that is compiled by itself; see [Note: Policies] in passes/recompute.py.
     partition_activations: saved values that every process has alike, and of which each keeps a part; ("all",): all such values. See
         [Note: Partitioned activations] in ops/part.py.
     covered: share of the model's elements that the captured graph held. why: the decisions, in words.
@@ -371,7 +371,12 @@ class Plan:
 
     def policy_inside(self, block: str | None) -> str:
         """The same without what leaves it: whether that is saved, the graph around it says."""
-        return "full" if block in self.through else self.policy_of(block)
+        return "full" if block in self.through else self.policy_of("" if self.is_of_one_block else block)
+
+    @property
+    def is_of_one_block(self) -> bool:
+        """Whether what is compiled is a block by itself, and what has a number in it is a part of that."""
+        return any(block == "" for block, _ in self.recompute)
 
     @cached_property
     def order(self) -> dict[str, int]:

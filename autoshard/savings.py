@@ -3,9 +3,10 @@ from.
 
 [Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
-saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what is worth saving: points on the way
-from nothing to what torch saves, as a parametric cut would have them if what one spares did not depend on what else is saved. Between two of them lies as much as the last value takes, which may be a hundredth of the
-step's peak; so there is a fill, too: the point but for the last smaller value before that. Each is simulated from lists
+saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what
+is worth saving: points on the way from nothing to what torch saves, as a parametric cut would have them if what one spares did not
+depend on what else is saved. Between two of them lies as much as the last value takes, which may be a hundredth of the step's peak; so
+there is a fill, too: the point but for the last smaller value before that. Each is simulated from lists
 ([Note: Lists]): blocks that are graphs of their own, or could be, by themselves; all others together in the whole graph.
 """
 

@@ -85,7 +85,6 @@ __all__ = [
     "input_position",
     "is_backward",
     "is_forward",
-    "is_joined",
     "is_scaled_step",
     "is_view",
     "job_store",
@@ -715,16 +714,9 @@ def without_repeats(joint: torch.fx.Graph) -> torch.fx.Graph:
     return fx_graph_cse(joint)  # type: ignore[no-any-return]
 
 
-def is_joined(node: torch.fx.Node) -> bool:
-    """Whether torch's partitioner computes once what two such calls compute. It leaves those that it knows to draw numbers; `randn_like`,
-    `uniform`, `rrelu` and operators of the user's own are not among them. Seen: 2.11, 2.13."""
-    from torch._functorch.compile_utils import get_aten_target, rand_ops
-
-    return get_aten_target(node) not in rand_ops
-
-
 def repeats_stay() -> contextlib.AbstractContextManager[None]:
-    """A partition in here joins nothing that is computed twice. Seen: 2.11, 2.13."""
+    """A partition in here joins nothing that is computed twice. By itself torch leaves only calls of operators that it knows to draw: not
+    `randn_like`, `uniform`, `rrelu`, nor operators of the user's own. Seen: 2.11, 2.13."""
     return torch._functorch.config.patch(cse=False)  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -123,6 +124,39 @@ def test_no_more_is_computed_again_than_a_budget_needs() -> None:
         assert first.predicted.footprint < usual.predicted.footprint
         assert found.predicted.footprint <= 1.001 * first.predicted.footprint
         assert (found.predicted.step_seconds or 0) <= 1.001 * (first.predicted.step_seconds or 0), (count, found.recompute)
+
+
+class Normed(Up):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(self.norm(x)), 0.1)
+
+
+class Narrow(Stack):
+    """Of blocks with few operations."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = torch.nn.ModuleList(Normed() for _ in range(2))
+
+
+@pytest.mark.full
+def test_what_is_chosen_takes_no_longer_than_the_best_of_all_that_could_be_saved() -> None:
+    """All subsets of what costs something to compute again, of each of two blocks, as a plan's file could say."""
+    forecaster = forecaster_of(Narrow(), inputs(64))
+    usual = planned(forecaster)
+    operations = ("native_layer_norm#0", "mm#0", "relu#0", "mm#1", "native_dropout#0")
+    kept = itertools.chain.from_iterable(itertools.combinations(operations, n) for n in range(1, len(operations) + 1))
+    policies = ["none", "full", *(f"save {' '.join(names)}" for names in kept)]
+    every = [forecaster(replace(usual, recompute=tuple(zip(("layers.0", "layers.1"), both)))) for both in itertools.product(policies, repeat=2)]
+    steps = sorted((p.predicted.footprint, p.predicted.step_seconds or 0.0) for p in every)
+    for i in range(0, len(steps), len(steps) // 12):
+        budget = steps[i][0]
+        found, best = forecaster.fit(usual, budget).predicted, min(seconds for footprint, seconds in steps if footprint <= budget)
+        assert found.footprint <= budget and (found.step_seconds or 0.0) <= 1.01 * best, (i, budget, found.step_seconds, best)
 
 
 @pytest.mark.full

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 
 import autoshard
 from autoshard import Config
-from autoshard.passes.recompute import is_repeatable, joins_draws
+from autoshard.codegen import drawn_on
+from autoshard.errors import UnsupportedError
+from autoshard.passes.recompute import is_repeatable, joins_draws, once
 from tests.recomputed import Stack, forecaster_of, inputs, noise, planned, trained, two_steps, with_policies
 from tests.small import in_full, same
 from tests.test_user_regions import seeded_noise
@@ -57,6 +61,10 @@ def _filled(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     fill(out)
     return out
+
+
+def _of_list(x: Tensor) -> Tensor:
+    return of_several([x.detach()])
 
 
 def _nested(x: Tensor) -> Tensor:
@@ -106,7 +114,7 @@ def _beside_eager(make: Any, got: list[Tensor]) -> None:
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", [n if n in ("randn_like", "noise", "seeded") else in_full(n) for n in DRAWS])
 def test_what_is_drawn_twice_is_not_drawn_once(name: str) -> None:
     """Of most of these torch's partitioner would keep one. In eager the numbers are the plain model's, wherever they are repeated."""
     make = _stack(DRAWS[name])
@@ -127,16 +135,46 @@ def test_neither_is_it_on_inductor(name: str) -> None:
     assert (out - inputs()).abs().max() > 0
 
 
-def test_only_what_torch_would_join_is_kept_apart() -> None:
+def _calls(target: Any, *several: tuple[Any, ...]) -> torch.fx.Graph:
+    """A graph that calls an operator with each of these arguments, and computes a sine twice."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = [graph.call_function(torch.ops.aten.sin.default, (x,)) for _ in range(2)]
+    graph.output([*made, *(graph.call_function(target, (x, *more)) for more in several)])
+    return graph
+
+
+def test_only_draws_that_torch_would_join_are_kept_apart() -> None:
     aten, ours = torch.ops.aten, torch.ops.autoshard_tests
-    joined = (aten.randn_like.default, aten.uniform.default, ours.noise.default, ours.seeded_noise.default)
-    for target, found in (*((t, True) for t in joined), (aten.sin.default, False), (aten.bernoulli.p, False)):
-        graph = torch.fx.Graph()
-        x = graph.placeholder("x")
-        graph.call_function(target, (x,))
-        assert not joins_draws(graph)
-        graph.call_function(target, (x,))
-        assert joins_draws(graph) == found, target
+    for target in (aten.randn_like.default, aten.uniform.default, ours.noise.default, ours.seeded_noise.default):
+        assert joins_draws(_calls(target, (), ())) and len(once(_calls(target, (), ())).nodes) == 6
+        assert not joins_draws(_calls(target, ()))
+    for target in (aten.sin.default, aten.bernoulli.default):
+        assert not joins_draws(_calls(target, (), ()))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default  # of which torch says that it may draw
+    assert not joins_draws(_calls(attention, (1, 2), (3, 4))) and joins_draws(_calls(attention, (1, 2), (1, 2)))
+    assert len(once(_calls(attention, (1, 2), (3, 4))).nodes) == 5  # one sine is left
+
+
+def _saving(*made: str) -> GraphModule:
+    """A graph that saves random states in front of draws whose results are on these devices."""
+    from torch._prims import rng_prims
+
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        for device in made:
+            call = graph.call_function(rng_prims.run_and_save_rng_state, (torch.ops.aten.rand.default, [2]), {"device": device})
+            call.meta["val"] = (torch.empty(16, dtype=torch.uint8), torch.empty(2, device=device))
+    graph.output(())
+    return GraphModule(nn.Module(), graph)
+
+
+def test_a_graph_draws_with_its_own_gpu_as_the_current_one() -> None:
+    """That has no tensor to tell it by, too."""
+    assert drawn_on(_saving()) == drawn_on(_saving("cpu")) == []
+    assert drawn_on(_saving("cuda:1", "cuda:1")) == [torch.device("cuda", 1)]
+    with pytest.raises(UnsupportedError, match="what forward drew on cuda:0 and cuda:1; legal: one GPU a process"):
+        drawn_on(_saving("cuda:0", "cuda:1"))
 
 
 def test_a_draw_is_repeated_where_torch_finds_its_device() -> None:
@@ -148,7 +186,7 @@ def test_a_draw_is_repeated_where_torch_finds_its_device() -> None:
     assert [is_repeatable(graph.call_function(seeded, args)) for args in given] == [True, False, False]
 
 
-@pytest.mark.parametrize(("draw", "said"), [(lambda x: of_several([x.detach()]), "of_several"), (_nested, "of_both"), (_filled, "fill")])
+@pytest.mark.parametrize(("draw", "said"), [(_of_list, "of_several"), in_full(_nested, "of_both"), in_full(_filled, "fill")])
 def test_what_cannot_be_repeated_is_saved_with_all_that_it_gives_and_named(draw: Callable[[Tensor], Tensor], said: str) -> None:
     make = _stack(draw)
     plan = planned(forecaster_of(make(), inputs()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -257,6 +258,9 @@ def test_sizes_that_cannot_be_are_named() -> None:
         _swept("conv", "eager").at(sequence=3)
     with pytest.raises(SweepError, match="batch: 0 is not legal; legal: whole numbers, 1 or more"):
         _swept("conv", "eager").at(batch=[1, 0])
+    for size, said in ((1.5, "1.5"), (math.inf, "inf"), (math.nan, "nan")):
+        with pytest.raises(SweepError, match=f"batch: {said} is not legal; legal: whole numbers"):
+            _swept("conv", "eager").at(batch=[1, size])
     with pytest.raises(SweepError, match="memory_budget: without one every batch fits"):
         _swept("conv", "eager").largest()
     torch.compiler.reset()

@@ -50,7 +50,7 @@ class Moment:
 def _new_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(tuning, "_trials", {})
-    monkeypatch.setattr(tuning, "_LAUNCHES", 3)
+    monkeypatch.setattr(tuning, "LAUNCHES", 3)
 
 
 @pytest.mark.usefixtures("_new_job")

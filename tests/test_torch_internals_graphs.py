@@ -203,11 +203,7 @@ def test_a_random_call_is_seen_through_what_keeps_its_state() -> None:
     assert found == [torch_internals.RandomCall(dropout, given, {}, saved) for saved in (True, False, False)] + [None]
 
 
-def test_what_torch_joins_is_told_and_can_be_left() -> None:
-    aten = torch.ops.aten
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    assert [torch_internals.is_joined(graph.call_function(op, (x,))) for op in (aten.rand_like.default, aten.randn_like.default)] == [False, True]
+def test_what_is_there_twice_can_be_left() -> None:
     with torch_internals.repeats_stay():
         assert not torch._functorch.config.cse
     assert torch._functorch.config.cse

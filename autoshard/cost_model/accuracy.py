@@ -23,7 +23,7 @@ def memory_error(device: Device, codegen: str) -> tuple[float, float] | None:
 
 
 def time_error(device: Device, codegen: str) -> tuple[float, float] | None:
-    """The same of step times; None for a device whose kernels were not measured, since those of the ones that were compared had been."""
+    """The same of step times; None for a device whose kernels were not measured: those of all that were compared had been."""
     return _interval(device, codegen, "time") if "pointwise" in device.tables else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
-from autoshard.cost_model.kernels import BY_FLOPS, KERNELS, is_table
+from autoshard.cost_model.kernels import BY_FLOPS, DTYPES, KERNELS, is_table
 from autoshard.errors import ClusterError
 
 
@@ -83,11 +84,12 @@ class Cluster:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Of two values of one key none is taken."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        if twice := next((key for i, key in enumerate(keys) if key in keys[:i]), None):
-            raise yaml.MarkedYAMLError(problem=f"{twice!r} stands there twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} stands there twice", problem_mark=node.start_mark)
+        return node
 
 
 _MEASURED = "measured by autoshard calibrate"
@@ -185,8 +187,9 @@ def _number(value: Any) -> Any:
 
 def _table(name: str, points: Any) -> tuple[tuple[float, float], ...]:
     if not isinstance(name, str) or not (is_table(name) or is_table_name(name)):
-        legal = f"{', '.join(sorted(KERNELS))}, {', '.join(sorted(BY_FLOPS))} with .{', .'.join(RATES)}, {', '.join(COLLECTIVES)} with @8 or @16/2"
-        raise ClusterError(f"tables: {name!r} is not known; legal: {legal}")
+        kernels, products = ", ".join(sorted(KERNELS)), ", ".join(sorted(BY_FLOPS))
+        sent = f"{', '.join(COLLECTIVES)}, with .issue or not, with @8 or @16/2"
+        raise ClusterError(f"tables: {name!r} is not known; legal: {kernels}, {products} with .{', .'.join(DTYPES)}, {sent}")
     if not isinstance(points, list | tuple):
         raise ClusterError(f"tables.{name}: {points!r} is not legal; legal: a list of [size, seconds]")
     return tuple(_point(name, point) for point in points)
@@ -196,8 +199,11 @@ def _point(name: str, point: Any) -> tuple[float, float]:
     numbers = [_number(v) for v in point] if isinstance(point, list | tuple) else []
     if len(numbers) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in numbers):
         raise ClusterError(f"tables.{name}: {point!r} is not legal; legal: [size, seconds]")
-    size, seconds = numbers
-    return (float(size) if abs(size) < 1e300 else math.inf), (float(seconds) if abs(seconds) < 1e300 else math.inf)
+    try:
+        return float(numbers[0]), float(numbers[1])
+    except OverflowError as error:  # of a whole number, which YAML may have of any length
+        digits = len(str(max(numbers, key=abs)))
+        raise ClusterError(f"tables.{name}: a number of {digits} digits is not legal; legal: [size, seconds]") from error
 
 
 def _mapping(name: str, value: Any, legal: tuple[str, ...] | None) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def table_name(collective: str, group: Group) -> str:
 
 def is_table_name(name: str) -> bool:
     """Whether `table_name` may give this of what is sent, or of the seconds until the one who asks can go on."""
-    return re.fullmatch(rf"({'|'.join(COLLECTIVES)})(\.issue)?@[1-9]\d*(/[1-9]\d*)?", name) is not None
+    found = re.fullmatch(rf"({'|'.join(COLLECTIVES)})(\.issue)?@(\d{{1,7}})(/(\d{{1,7}}))?", name)
+    return found is not None and int(found[3]) > 1 and (found[5] is None or 1 < int(found[5]) <= int(found[3]))
 
 
 def measured(device: Device, group: Group) -> Device:

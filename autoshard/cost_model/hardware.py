@@ -101,8 +101,9 @@ def _check_table(name: str, table: Table) -> None:
         raise ClusterError(f"tables.{name}: sizes {sizes} are not legal; legal: one or more, above 0 and each above the last")
     for _, seconds in table:
         _in_range(f"tables.{name}", seconds, 1e-12, 1e4, "seconds")
-    if falling := next(((a, b) for (_, a), (_, b) in itertools.pairwise(table) if b < a), None):
-        raise ClusterError(f"tables.{name}: {falling[1]!r} seconds after {falling[0]!r} are not legal; legal: as many or more for more")
+    for (_, before), (_, seconds) in itertools.pairwise(table):
+        if seconds < before:
+            raise ClusterError(f"tables.{name}: {seconds!r} after {before!r} is not legal; legal: seconds that do not fall as sizes rise")
 
 
 def _gpu(

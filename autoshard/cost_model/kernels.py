@@ -17,17 +17,19 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost_model.hardware import RATES, Device, Table
+from autoshard.cost_model.hardware import Device, Table
 from autoshard.cost_model.work import Kind, Work
 
 # Of the peak in a data sheet, what large matmuls reach on GPUs (cuBLAS on H100 and A100: 0.6 to 0.8), and what streaming
 # kernels reach of the memory's bandwidth.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.85
 BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
-# Tables that are of no dtype, see [Note: Tables].
-KERNELS = frozenset(
-    ["pointwise", "reduction", "lookup", "copy", "random", "masked", "pack", "pack_cast", "other", "hard", "serial", "view", "parameter", "sharded", "call", "call.generated"]
-)
+DTYPES = ("fp32", "bf16", "fp16", "fp64")  # that tables are of, where rates differ by it
+# Those of none, see [Note: Tables].
+KERNELS = frozenset([
+    "pointwise", "reduction", "lookup", "copy", "random", "masked", "pack", "pack_cast", "other", "hard", "serial", "view", "parameter",
+    "sharded", "call", "call.generated",
+])  # fmt: skip
 _LIKE: dict[Kind, Kind] = {"other": "pointwise", "pack": "copy", "pack_cast": "copy", "masked": "pointwise"}
 Amount: TypeAlias = "float | NDArray[np.float64]"
 
@@ -60,7 +62,7 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
 def is_table(name: str) -> bool:
     """Whether a device's table of this name is ever looked into."""
     kind, _, dtype = name.partition(".")
-    return name in KERNELS or (kind in BY_FLOPS and dtype in RATES)
+    return name in KERNELS or (kind in BY_FLOPS and dtype in DTYPES)
 
 
 def calling(device: Device, fused: bool) -> float:

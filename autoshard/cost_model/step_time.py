@@ -112,7 +112,7 @@ def _host(program: Program, device: Device, fused: bool) -> float:
 
 
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:
-    """Of the group that a collective's last argument names, and what it is given; of open sizes, what these were in the trace."""
+    """Of its group, and what it is given; of open sizes, what these were in the trace."""
     group = _group(groups, operation)
     return sum(collectives.seconds(*message, group, cluster.device) for message in _messages(operation, group, sizes))
 
@@ -153,7 +153,8 @@ def _message(operation: Operation, group: Group) -> tuple[str, int]:
 
 def _group(groups: Mapping[str, Group], operation: Operation) -> Group:
     """The processes of a collective; of one of the model's own, whose group no plan knows, all."""
-    return groups[name] if (name := group_name(operation)) in groups else max(groups.values(), key=lambda g: g.size, default=Group(1))
+    known = groups.get(group_name(operation))
+    return known or max(groups.values(), key=lambda group: group.size, default=Group(1))
 
 
 def group_name(operation: Operation) -> str:

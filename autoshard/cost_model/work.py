@@ -45,7 +45,7 @@ _LOOKUPS = _names("""
     embedding embedding_dense_backward reduce_sparse index _unsafe_masked_index gather scatter scatter_add index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
 """)
-_PICKS = _names("embedding index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first what they give, no more
+_PICKS = _names("embedding index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first about as much as they give
 _REDUCTIONS = _names("""
     sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
@@ -103,8 +103,8 @@ def work_of(operation: Operation) -> Work:
         read, written = _sum(operation.read_bytes), _sum(operation.made_bytes)
         return Work(kind, 0, read, written, hard, _dtype(node), serial)
     written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
-    picks = op_name(node) in _PICKS
-    read = _sum(bytes_of(t) for t in _given(node)[picks:]) + (written if picks else 0)
+    given, picks = _given(node), op_name(node) in _PICKS
+    read = _sum(map(bytes_of, given[1:])) + written if picks else _sum(map(bytes_of, given))
     serial = _drawn(node) + operation.masks
     return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node), serial, _batch(node))
 

@@ -24,7 +24,7 @@ from autoshard.cache import cache_folder, write_at_once
 
 Tile = dict[str, Any]  # by the names of a kernel's constants, and num_warps
 Prepare = Callable[[Tile], Callable[[], None]]  # does what need not be measured; what it gives launches
-_LAUNCHES = 5  # of each tile; the first of them compiles
+LAUNCHES = 5  # of each tile; the first of them compiles
 _LESS = 0.98  # of the first tile's time that another may take to be chosen: Python launches small kernels slower than they run
 _known: dict[str, Tile] = {}
 
@@ -55,8 +55,8 @@ class _Trial:
     def fastest(self) -> Tile | None:
         """None while that is not known: the device may be far behind."""
         count = len(self.tiles)
-        timed = self.between[: count * _LAUNCHES]  # of any streams, whose last event need not come last
-        if len(timed) < count * _LAUNCHES or not all(event.query() for events in timed for event in events):
+        timed = self.between[: count * LAUNCHES]  # of any streams, whose last event need not come last
+        if len(timed) < count * LAUNCHES or not all(event.query() for events in timed for event in events):
             return None
         took = [begun.elapsed_time(ended) for begun, ended in timed]
         least = [min(took[i::count]) for i in range(count)]

@@ -29,14 +29,14 @@ def keep_overwritten(joint: GraphModule) -> None:
     wanted = backward | needed(backward)
     for value in overwritten:
         assert isinstance(value, Node)
-        readers = [user for user in value.users if user in wanted and not _only_passes(user)]
+        readers = [user for user in value.users if user in wanted and not _needs_no_copy(user)]
         if readers:
             copy = _copied(joint.graph, value)
             for reader in readers:
                 reader.replace_input_with(value, copy)
 
 
-def _only_passes(reader: Node) -> bool:
+def _needs_no_copy(reader: Node) -> bool:
     """Whether what it gives does not depend on the buffer, and backward has no call of it."""
     return "batch_norm" in op_name(reader) and reader.meta.get("recompute") in (None, SAVE)
 

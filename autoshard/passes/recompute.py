@@ -6,10 +6,10 @@ convolution are saved, as torchtitan does. "save mm#0 mm#2": these are saved, ea
 of it, and nothing else ([Note: Verbs]). A block that is called several times has these in each call. What leaves a call is an input of another, and
 saved ("through": not even that, see [Note: Regions] in `repeat_blocks`); views are made again in any case. What an operator gives that
 torch does not have is saved too, since it may draw numbers in a way that nobody can repeat (one that says so by
-`torch.Tag.nondeterministic_seeded` is repeated), what one gives that takes graphs (`torch.cond`), whose random ops would draw anew,
-and what a collective of the user's own gives, since all processes would have to agree to repeat it. In regions of
-torch.utils.checkpoint what may draw unseen is saved as well: eager mode winds random states back before it calls a region again, but a
-compiled backward repeats operator by operator.
+`torch.Tag.nondeterministic_seeded` is repeated, if torch can tell on which device), what one gives that takes graphs (`torch.cond`),
+whose random ops would draw anew, and what a collective of the user's own gives, since all processes would have to agree to repeat it.
+In regions of torch.utils.checkpoint what may draw unseen is saved as well: eager mode winds random states back before it calls a region
+again, but a compiled backward repeats operator by operator.
 
 [Note: Verbs] A policy is a verb and operations, or several such. What a verb is said of is not computed again; what becomes of it instead
 torch's partitioner reads from the values' `meta`, and MARKS has that for each of VERBS in plan.py. To offload would be another verb, whose
@@ -23,7 +23,6 @@ checkpointing in that block.
 
 from __future__ import annotations
 
-import copy
 import operator
 import warnings
 from collections import Counter, defaultdict
@@ -62,7 +61,7 @@ class Recompute:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         if context.plan.recompute:
-            found = tag(gm, context.plan.stacks, context.plan.policy_of, context.plan.recompute[0][0] == "")
+            found = tag(gm, context.plan.stacks, context.plan.policy_of, alone=context.plan.is_of_one_block)
             if found:
                 _say_what_is_unknown(found, context.plan)
             if found and not graphs.calls(gm, graphs.BLOCK):
@@ -71,8 +70,8 @@ class Recompute:
 
 
 def _say_what_is_not_repeated(nodes: Iterable[Node]) -> None:
-    """Of operators that torch does not have: a user would wait for less memory in vain."""
-    called = {t for n in nodes for t in (n.target, *n.args) if getattr(t, "namespace", "") not in _KNOWN or (n.target is t and _has_graphs(n))}
+    """Of operators that torch does not have, or not so that it could repeat them: a user would wait for less memory in vain."""
+    called = {target for n in nodes for target in (*_strange(n), *([n.target] if _has_graphs(n) else []))}
     names = sorted(str(target).removesuffix(".default") for target in called)
     if names:
         warnings.warn(
@@ -142,16 +141,16 @@ def save_unrepeatable(joint: GraphModule) -> None:
     """In regions of the user's own, what may draw numbers unseen: see [Note: Policies]. Done wherever a graph is parted. What a plain
     region holds torch tags as preferred to be computed again; what a user or a pass of ours says must be stays so."""
     again = [n for n in joint.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE and n.op == "call_function"]
-    once = [n for n in again if _is_value(n) and _draws_unseen(n)]
-    _say_what_is_not_repeated(once)
-    for node in _with_items(dict.fromkeys(once, MARKS["save"])):
+    unseen = [n for n in again if _is_value(n) and not is_repeatable(n) and (_is_strange(n) or _draws_inside(n))]
+    _say_what_is_not_repeated(unseen)
+    for node in _with_items(dict.fromkeys(unseen, MARKS["save"])):
         node.meta["recompute"] = SAVE
 
 
-def _draws_unseen(node: Node) -> bool:
-    """Of an operator that torch does not have, or one of higher order that calls such a one."""
-    called = (node.target, *node.args)
-    return not is_repeatable(node) and any(getattr(target, "namespace", "") not in _KNOWN for target in called)
+def _draws_inside(node: Node) -> bool:
+    """Of graphs that an operator takes."""
+    inside = (n for graph in _graphs_of(node) for n in graph.graph.nodes if n.op == "call_function")
+    return any(draws(n.target) or _is_strange(n) or _draws_inside(n) for n in inside)
 
 
 def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
@@ -212,26 +211,50 @@ def _has_graphs(node: Node) -> bool:
     return getattr(node.target, "namespace", "") == "higher_order" and any(isinstance(a, Node) and a.op == "get_attr" for a in node.args)
 
 
+def _graphs_of(node: Node) -> list[GraphModule]:
+    module = node.graph.owning_module
+    taken = (getattr(module, str(a.target), None) for a in node.args if isinstance(a, Node) and a.op == "get_attr")
+    return [graph for graph in taken if isinstance(graph, GraphModule)] if _has_graphs(node) else []
+
+
 def _tells_its_device(node: Node) -> bool:
-    """Whether torch, which looks at the first tensor that an operator is given by position, saves the state of the right generator."""
+    """Whether torch, which looks at tensors that an operator is given by position (2.13: the first), saves the right generator's state."""
     tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     first = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta.get("val"), Tensor)]
     return bool(first) and len({t.device for t in tensors}) == 1
 
 
 def joins_draws(graph: Graph) -> bool:
-    """Whether torch's partitioner would compute once what several calls draw, or may draw unseen."""
-    calls = Counter(n.target for n in graph.nodes if n.op == "call_function" and torch_internals.is_joined(n) and _may_draw(n))
-    return any(count > 1 for count in calls.values())
+    """Whether torch's partitioner would compute once what several alike calls draw, or may draw unseen."""
+    calls = Counter(n.target for n in graph.nodes if n.op == "call_function" and _may_draw(n))
+    return max(calls.values(), default=0) > 1 and _draws_of(torch_internals.without_repeats(graph)) < calls.total()
+
+
+def once(joint: Graph) -> Graph:
+    """A copy of a joint graph in which what is computed twice is there once, as torch's partitioner has it; all is there as often as it was
+    where that would join draws."""
+    if not joins_draws(joint):
+        return torch_internals.without_repeats(joint)
+    copied = Graph()
+    copied.output(copied.graph_copy(joint, {}))
+    return copied
+
+
+def _draws_of(graph: Graph) -> int:
+    return sum(n.op == "call_function" and _may_draw(n) for n in graph.nodes)
 
 
 def _may_draw(node: Node) -> bool:
-    return draws(node.target) or _has_graphs(node) or any(getattr(t, "namespace", "") not in _KNOWN for t in (node.target, *node.args))
+    return draws(node.target) or _has_graphs(node) or _is_strange(node)
 
 
-def once(joint: GraphModule) -> Graph:
-    """A copy of a joint graph as torch's partitioner parts it: what is computed twice is there once, but for what it would draw once."""
-    return copy.deepcopy(joint.graph) if joins_draws(joint.graph) else torch_internals.without_repeats(joint.graph)
+def _is_strange(node: Node) -> bool:
+    """Of an operator that torch does not have, or one of higher order that calls such a one."""
+    return bool(_strange(node))
+
+
+def _strange(node: Node) -> list[Any]:
+    return [target for target in (node.target, *node.args) if getattr(target, "namespace", "") not in _KNOWN]
 
 
 def draws(target: Any) -> bool:
@@ -264,7 +287,8 @@ def operations(nodes: Iterable[Node]) -> dict[str, Node]:
 
 def _with_items(kept: Mapping[Node, Marks]) -> dict[Node, Marks]:
     """Of an operation with several results, these too, and what is in one that is several itself."""
-    items = {user: marks for n, marks in kept.items() if isinstance(n.meta["val"], (list, tuple)) for user in n.users}
+    several = {n: marks for n, marks in kept.items() if isinstance(n.meta.get("val"), (list, tuple))}
+    items = {user: marks for n, marks in several.items() for user in n.users if user.op == "call_function"}
     return {**kept, **_with_items(items)} if items else {**kept}
 
 
