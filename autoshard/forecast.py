@@ -45,6 +45,7 @@ from autoshard.passes.choose_recompute import (
     peak_of,
     placed,
     policies_of,
+    shifted,
 )
 from autoshard.passes.choose_unshard import copies_of, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
@@ -65,6 +66,7 @@ from autoshard.rehearsal import (
 from autoshard.savings import Copies, Savings, Step, kept_of
 
 TRIALS = 6  # how many choices are simulated
+SHIFTS, NEAR = 3, 4  # how often, and how many, where nothing fits, to find the least peak
 AIMS = 32  # for how many aims they are made: those for several may be one
 Key = tuple[object, ...]
 Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
@@ -181,11 +183,20 @@ class Forecaster:
             found = tried[taken] = tried.get(taken) or self._with(plan, blocks, taken)
             best = found if better(found, best, budget) else best
             aim = aim.after(found.predicted.footprint - budget)
-        if best.predicted.footprint <= budget:
-            return best
+        return best if best.predicted.footprint <= budget else min(best, self._lowest(plan, blocks), key=_height)
+
+    def _lowest(self, plan: Plan, blocks: Sequence[Block]) -> Plan:
+        """That of the least peak: where the sums of blocks' bytes have it, and then, since a step takes not quite these, where whole steps
+        have it that differ from the best so far in one block."""
         lowest = least(blocks)
-        lowest_plans = (self._with(plan, blocks, taken) for taken in (lowest, choose(blocks, peak_of(lowest)) or lowest))
-        return min(best, *lowest_plans, key=lambda p: (p.predicted.footprint, p.predicted.step_seconds or 0.0))
+        found = {taken: self._with(plan, blocks, taken) for taken in (lowest, choose(blocks, peak_of(lowest)) or lowest)}
+        for _ in range(SHIFTS):
+            first = min(found, key=lambda taken: _height(found[taken]))
+            near = [taken for taken in shifted(blocks, first) if taken not in found][:NEAR]
+            found |= {taken: self._with(plan, blocks, taken) for taken in near}
+            if not any(_height(found[taken]) < _height(found[first]) for taken in near):
+                break
+        return min(found.values(), key=_height)
 
     def alike(self, plan: Plan) -> list[Parted]:
         """What could be kept in parts of what the plan saves, as forward makes it."""
@@ -362,6 +373,10 @@ def _as_adam(rows: Sequence[Rows]) -> OptimizerMemory:
     """Which reads rows, gradients and two moments, and writes all of that but the gradients."""
     each, largest = sum(map(_bytes, rows)), max(map(_bytes, rows), default=0)
     return OptimizerMemory(2 * each, (largest, largest), ((7 * each, 0),))
+
+
+def _height(plan: Plan) -> tuple[int, float]:
+    return plan.predicted.footprint, plan.predicted.step_seconds or 0.0
 
 
 def _place(program: Program, peak: Peak) -> str:

@@ -12,6 +12,7 @@ there is a fill, too: the point but for the last smaller value before that. Each
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
@@ -157,7 +158,7 @@ class Savings:
         """Of computing it from what is saved and what enters the block."""
         again = own - saved
         chain = graphs.reached([node], lambda n: again.intersection(map(graphs.made_by, n.all_input_nodes)))
-        return sum(self.seconds_of(Operation(n, "forward", (), ())) for n in chain)
+        return math.fsum(self.seconds_of(Operation(n, "forward", (), ())) for n in chain)  # of a set: the same in any order
 
     def _number(self, size: Size) -> int:
         return self.prepared.captured.open.number(size)

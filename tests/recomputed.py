@@ -79,6 +79,14 @@ class Deep(Stack):
         self.layers = nn.ModuleList(Plain() for _ in range(9))
 
 
+class Few(Stack):
+    """Blocks that are no graphs of their own, and a head where the peak is."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers, self.head = nn.ModuleList(Plain() for _ in range(3)), nn.Linear(32, 200)
+
+
 class Looped(Stack):
     """Calls one block over and over, with nothing between two calls or something."""
 

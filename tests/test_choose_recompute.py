@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,13 +35,14 @@ from autoshard.passes.choose_recompute import (
     choose,
     choose_with_spare,
     least,
+    shifted,
 )
 from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
 from autoshard.rehearsal import Prepared
 from autoshard.savings import LEVELS, LITTLE, fills, levels
-from tests.recomputed import Deep, Looped, Plain, Stack, forecaster_of, inputs, planned
+from tests.recomputed import Deep, Few, Looped, Plain, Stack, forecaster_of, inputs, planned
 from tests.small import in_full
 
 
@@ -67,14 +71,6 @@ def _every(blocks: list[Block]) -> Iterator[tuple[Option, ...]]:
 def _peak(taken: tuple[Option, ...]) -> int:
     before = itertools.accumulate((o.saved for o in taken), initial=0)
     return max(b + o.peak for b, o in zip(before, taken))
-
-
-class Few(Stack):
-    """Blocks that are no graphs of their own, and a head where the peak is."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.layers, self.head = nn.ModuleList(Plain() for _ in range(3)), nn.Linear(32, 200)
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
@@ -224,6 +220,43 @@ def test_the_choice_is_that_of_brute_force(blocks: list[Block], budget: int) -> 
     assert (spared is None) == (taken is None)
     if spared is not None:
         assert _peak(spared) <= budget and sum(o.seconds for o in spared) <= (1 + SPARE) * min(fitting)
+
+
+@given(blocks())
+def test_a_shifted_choice_differs_in_one_block_which_is_as_its_neighbour(blocks: list[Block]) -> None:
+    taken = tuple(block.options[0] for block in blocks)
+    for other in shifted(blocks, taken):
+        (at,) = [i for i, (a, b) in enumerate(zip(taken, other, strict=True)) if a != b]
+        assert other[at] in blocks[at].options and other[at].spans == 1
+        assert other[at].policy in {taken[i].policy for i in (at - 1, at + 1) if 0 <= i < len(taken)}
+
+
+def test_both_of_two_neighbours_may_be_as_the_other() -> None:
+    low, high, over = Option("full", 0, 9, 2.0), Option("none", 5, 9, 1.0), Option("full", 0, 9, 2.0, spans=2)
+    blocks = [Block(name, (low, high)) for name in "abc"]
+    assert list(shifted(blocks, (high, high, low))) == [(high, low, low), (high, high, high)]
+    assert not list(shifted(blocks, (high, high, high))) and not list(shifted(blocks, (over, low)))
+
+
+DECIDE = """
+import sys
+from tests.recomputed import Few, forecaster_of, inputs, planned
+forecaster = forecaster_of(Few(), inputs(16), "inductor")
+plan = planned(forecaster)
+for share in (0.0, 0.9, 0.95):
+    sys.stdout.write(forecaster.fit(plan, int(share * plan.predicted.peak_bytes)).to_json())
+"""
+
+
+@pytest.mark.full
+def test_plans_are_the_same_whatever_order_sets_have() -> None:
+    """To the byte, in processes of their own."""
+    found = set()
+    for seed in ("0", "1", "2"):
+        done = subprocess.run([sys.executable, "-c", DECIDE], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=120)
+        assert not done.returncode, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
 
 
 def test_a_little_of_a_budget_is_left_where_that_costs_nothing() -> None:

@@ -9,6 +9,7 @@ blocks, a region, goes on from what could be chosen up to the first of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -113,6 +114,17 @@ def least(blocks: Sequence[Block]) -> tuple[Option, ...]:
     found = _best(blocks, cost)
     assert found is not None
     return found
+
+
+def shifted(blocks: Sequence[Block], taken: Sequence[Option]) -> Iterator[tuple[Option, ...]]:
+    """Choices in which of two neighbours that differ one is as the other. None where some are of several blocks."""
+    if any(option.spans > 1 for option in taken):
+        return
+    for i, (one, following) in enumerate(itertools.pairwise(taken)):
+        if (one.policy, one.keeps) != (following.policy, following.keeps):
+            for at, like in ((i, following), (i + 1, one)):
+                alike = (o for o in blocks[at].options if (o.policy, o.keeps, o.spans) == (like.policy, like.keeps, 1))
+                yield from ((*taken[:at], option, *taken[at + 1 :]) for option in alike)
 
 
 def peak_of(taken: Iterable[Option]) -> int:
