@@ -104,7 +104,8 @@ def _state_on_each_node(folder: str, zero: int) -> list[torch.Tensor]:
     return [state[i]["exp_avg"] for i in sorted(state)]
 
 
-@pytest.mark.parametrize("zero", [3, in_full(0)])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [3, 0])
 def test_each_node_has_the_whole_state_of_the_optimizer(two: Cluster, tmp_path: Path, zero: int) -> None:
     """Of weights each has what transformers writes there (5.24: on rank 0 alone)."""
     first, second = two.run(_state_on_each_node, str(tmp_path), zero)

@@ -274,7 +274,8 @@ def test_a_region_takes_what_its_option_says(codegen: Codegen) -> None:
         assert sum(o.seconds for o in taken) - sum(o.seconds for o in full) == pytest.approx(other.step_seconds - one.step_seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+@pytest.mark.full
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_below_what_inputs_of_blocks_take_regions_fit(codegen: Codegen) -> None:
     """And the peak is the measured one."""
     forecaster = forecaster_of(Tall(), inputs(128), codegen)
