@@ -66,6 +66,7 @@ from autoshard.rehearsal import (
 from autoshard.savings import Copies, Savings, Step, kept_of
 
 TRIALS = 6  # how many choices are simulated
+MISSED = 0.05  # of a budget that a least peak may be above it to be looked for further
 SHIFTS, NEAR = 3, 4  # how often, and how many, where nothing fits, to find the least peak
 AIMS = 32  # for how many aims they are made: those for several may be one
 Key = tuple[object, ...]
@@ -183,15 +184,18 @@ class Forecaster:
             found = tried[taken] = tried.get(taken) or self._with(plan, blocks, taken)
             best = found if better(found, best, budget) else best
             aim = aim.after(found.predicted.footprint - budget)
-        return best if best.predicted.footprint <= budget else min(best, self._lowest(plan, blocks), key=_height)
+        return best if best.predicted.footprint <= budget else min(best, self._lowest(plan, blocks, budget), key=_height)
 
-    def _lowest(self, plan: Plan, blocks: Sequence[Block]) -> Plan:
+    def _lowest(self, plan: Plan, blocks: Sequence[Block], budget: int) -> Plan:
         """That of the least peak: where the sums of blocks' bytes have it, and then, since a step takes not quite these, where whole steps
-        have it that differ from the best so far in one block."""
+        have it that differ from the best so far in one block. That takes seconds, so it is done where it may bring a step into the budget,
+        or where none was said: 0."""
         lowest = least(blocks)
         found = {taken: self._with(plan, blocks, taken) for taken in (lowest, choose(blocks, peak_of(lowest)) or lowest)}
         for _ in range(SHIFTS):
             first = min(found, key=lambda taken: _height(found[taken]))
+            if budget and found[first].predicted.footprint > (1 + MISSED) * budget:
+                break
             near = [taken for taken in shifted(blocks, first) if taken not in found][:NEAR]
             found |= {taken: self._with(plan, blocks, taken) for taken in near}
             if not any(_height(found[taken]) < _height(found[first]) for taken in near):
