@@ -23,7 +23,7 @@ from autoshard.cost_model.hardware import is_known
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.liveness import Curve, Peak, simulate
 from autoshard.cost_model.optimizer import Make, OptimizerMemory, Rows
-from autoshard.cost_model.program import WAIT, Category, Operation, Program, is_collective
+from autoshard.cost_model.program import Category, Operation, Program
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.step_memory import Held, Listed, program_of
 from autoshard.cost_model.step_time import StepTime, group_name, schedule, step_time, traffic
@@ -355,8 +355,7 @@ def _guessed(program: Program) -> tuple[str, ...]:
 
 def _strangers(program: Program, groups: Mapping[str, Group]) -> tuple[str, ...]:
     """What collectives are among processes that no plan knows."""
-    asked = (o for o in program.operations if is_collective(o.node) and o.name != WAIT)
-    names = {o.name.split(".")[1] for o in asked if group_name(o) not in groups}
+    names = {o.name.split(".")[1] for o in program.operations if o.starts_collective and group_name(o) not in groups}
     return (f"the processes of the model's own {', '.join(sorted(names))} (all of the job's are assumed)",) if names else ()
 
 

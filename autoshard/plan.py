@@ -376,7 +376,7 @@ class Plan:
     @property
     def is_of_one_block(self) -> bool:
         """Whether what is compiled is a block by itself, and what has a number in it is a part of that."""
-        return any(block == "" for block, _ in self.recompute)
+        return "" in self._policies
 
     @cached_property
     def order(self) -> dict[str, int]:

@@ -90,6 +90,11 @@ class Operation:
         return _text(self.node.target)
 
     @property
+    def starts_collective(self) -> bool:
+        """Whether it is a collective, not the wait for one."""
+        return is_collective(self.node) and self.name != WAIT
+
+    @property
     def costed_by(self) -> Hashable:
         """All that its work depends on."""
         return self.node, self.parts, self.read_bytes, self.made_bytes, self.masks

@@ -14,7 +14,7 @@ from autoshard.cost_model.collectives import GATHERS, Group
 from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import calling, look_up, seconds
-from autoshard.cost_model.program import SPARSE, WAIT, Operation, Program, is_collective
+from autoshard.cost_model.program import SPARSE, Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
 from autoshard.cost_model.sizes import Open, bytes_of
 from autoshard.cost_model.step import INDEX, Sent, added_up
@@ -119,7 +119,7 @@ def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[s
 
 def traffic(program: Program, cluster: Cluster, groups: Mapping[str, Group]) -> list[Sent]:
     """What a program sends; sizes as in the trace."""
-    asked = (o for o in program.operations if o.name == SPARSE or (is_collective(o.node) and o.name != WAIT))
+    asked = (o for o in program.operations if o.name == SPARSE or o.starts_collective)
     return added_up(sent for o in asked for sent in _sent(o, _group(groups, o), cluster.device, program.open))
 
 

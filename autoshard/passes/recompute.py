@@ -141,7 +141,7 @@ def save_unrepeatable(joint: GraphModule) -> None:
     """In regions of the user's own, what may draw numbers unseen: see [Note: Policies]. Done wherever a graph is parted. What a plain
     region holds torch tags as preferred to be computed again; what a user or a pass of ours says must be stays so."""
     again = [n for n in joint.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE and n.op == "call_function"]
-    unseen = [n for n in again if _is_value(n) and not is_repeatable(n) and (_is_strange(n) or _draws_inside(n))]
+    unseen = [n for n in again if _is_value(n) and not is_repeatable(n) and (_strange(n) or _draws_inside(n))]
     _say_what_is_not_repeated(unseen)
     for node in _with_items(dict.fromkeys(unseen, MARKS["save"])):
         node.meta["recompute"] = SAVE
@@ -150,7 +150,7 @@ def save_unrepeatable(joint: GraphModule) -> None:
 def _draws_inside(node: Node) -> bool:
     """Of graphs that an operator takes."""
     inside = (n for graph in _graphs_of(node) for n in graph.graph.nodes if n.op == "call_function")
-    return any(draws(n.target) or _is_strange(n) or _draws_inside(n) for n in inside)
+    return any(draws(n.target) or bool(_strange(n)) or _draws_inside(n) for n in inside)
 
 
 def name_repeated(backward: GraphModule, stacks: Collection[str]) -> None:
@@ -208,13 +208,18 @@ def is_repeatable(node: Node) -> bool:
 
 def _has_graphs(node: Node) -> bool:
     """As `torch.cond` has."""
-    return getattr(node.target, "namespace", "") == "higher_order" and any(isinstance(a, Node) and a.op == "get_attr" for a in node.args)
+    return bool(_taken(node))
 
 
 def _graphs_of(node: Node) -> list[GraphModule]:
-    module = node.graph.owning_module
-    taken = (getattr(module, str(a.target), None) for a in node.args if isinstance(a, Node) and a.op == "get_attr")
-    return [graph for graph in taken if isinstance(graph, GraphModule)] if _has_graphs(node) else []
+    found = (getattr(node.graph.owning_module, str(a.target), None) for a in _taken(node))
+    return [graph for graph in found if isinstance(graph, GraphModule)]
+
+
+def _taken(node: Node) -> list[Node]:
+    """What an operator of higher order takes of its graph's module."""
+    higher = getattr(node.target, "namespace", "") == "higher_order"
+    return [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"] if higher else []
 
 
 def _tells_its_device(node: Node) -> bool:
@@ -226,34 +231,32 @@ def _tells_its_device(node: Node) -> bool:
 
 def joins_draws(graph: Graph) -> bool:
     """Whether torch's partitioner would compute once what several alike calls draw, or may draw unseen."""
-    calls = Counter(n.target for n in graph.nodes if n.op == "call_function" and _may_draw(n))
-    return max(calls.values(), default=0) > 1 and _draws_of(torch_internals.without_repeats(graph)) < calls.total()
+    calls = Counter(_drawing(graph))
+    return max(calls.values(), default=0) > 1 and len(_drawing(torch_internals.without_repeats(graph))) < calls.total()
 
 
 def once(joint: Graph) -> Graph:
     """A copy of a joint graph in which what is computed twice is there once, as torch's partitioner has it; all is there as often as it was
     where that would join draws."""
-    if not joins_draws(joint):
-        return torch_internals.without_repeats(joint)
+    joined = torch_internals.without_repeats(joint)
+    if len(_drawing(joined)) == len(_drawing(joint)):
+        return joined
     copied = Graph()
     copied.output(copied.graph_copy(joint, {}))
     return copied
 
 
-def _draws_of(graph: Graph) -> int:
-    return sum(n.op == "call_function" and _may_draw(n) for n in graph.nodes)
+def _drawing(graph: Graph) -> list[Any]:
+    """What it calls that draws, or may draw unseen."""
+    return [n.target for n in graph.nodes if n.op == "call_function" and _may_draw(n)]
 
 
 def _may_draw(node: Node) -> bool:
-    return draws(node.target) or _has_graphs(node) or _is_strange(node)
-
-
-def _is_strange(node: Node) -> bool:
-    """Of an operator that torch does not have, or one of higher order that calls such a one."""
-    return bool(_strange(node))
+    return draws(node.target) or _has_graphs(node) or bool(_strange(node))
 
 
 def _strange(node: Node) -> list[Any]:
+    """The operators that torch does not have, of a call of one or of one of higher order that takes such."""
     return [target for target in (node.target, *node.args) if getattr(target, "namespace", "") not in _KNOWN]
 
 
