@@ -1,44 +1,32 @@
 """What each block of a model could save for its backward, and what a step would then take: what `choose_recompute` chooses
 from.
 
-[Note: Candidates] Of a block's operations those that are costly to repeat (matmuls, convolutions, attention), that costly
-ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
-saves are ordered by the seconds that a saved byte spares. The first of them, the first two, and so on (but for little ones) are what
-is worth saving: points on the way from nothing to what torch saves, as a parametric cut would have them if what one spares did not
-depend on what else is saved. Between two of them lies as much as the last value takes, which may be a hundredth of the step's peak; so
-there is a fill, too: the point but for the last smaller value before that. Each is simulated from lists
-([Note: Lists]): blocks that are graphs of their own, or could be, by themselves; all others together in the whole graph.
+Candidates ([Note: Candidates]) are simulated from lists ([Note: Lists]): blocks that are graphs of their own, or could be, by themselves;
+all others together in the whole graph.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from autoshard.candidates import LITTLE, Candidates
 from autoshard.cost_model.program import Operation, Piece, Program
 from autoshard.cost_model.sizes import Size, bytes_of
 from autoshard.cost_model.step_memory import Listed
-from autoshard.cost_model.work import kind_of
 from autoshard.cost_model.workspace import STATE
 from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import Block, Option
 from autoshard.passes.plain_repeats import drops_nothing
-from autoshard.passes.recompute import backward_of, calls_of, draws, needed, operations, values_of_blocks
+from autoshard.passes.recompute import backward_of, calls_of, draws, operations, values_of_blocks
 from autoshard.plan import Plan
 from autoshard.regions import Again, with_regions
 from autoshard.rehearsal import Kind, Prepared, Rehearsed
 from autoshard.torch_internals import RandomCall
-
-LEVELS = 16  # of what a block may save, between nothing and what torch saves
-LITTLE = 1 / 128  # of all that a block may save: no level of its own
-_COSTLY = ("matmul", "convolution", "attention", "random", "reduction")
 
 
 @dataclass(frozen=True)
@@ -130,35 +118,8 @@ class Savings:
                 yield seen.keeping(policy, self.copies[name])
 
     def candidates(self, joint: GraphModule, kept: Set[str], stacks: Collection[str]) -> dict[str, list[str]]:
-        """Policies for each block; for what belongs to none (the seeds that Inductor draws) there is none. kept: the names of what is
-        saved where nothing is chosen. See [Note: Candidates]."""
-        backward = backward_of(joint)
-        wanted = needed(backward)
-        found = values_of_blocks(joint, backward, stacks)
-        return {name: self._candidates(calls_of(name, nodes)[0], wanted, kept) for name, nodes in found.items() if name}
-
-    def _candidates(self, nodes: Sequence[Node], wanted: set[Node], kept: Set[str]) -> list[str]:
-        usual = {graphs.made_by(n) for n in nodes if n.name in kept}
-        found = {key: n for key, n in operations(nodes).items() if n in wanted and (kind_of(n) in _COSTLY or n in usual)}
-        saved, own = set(found.values()), set(nodes)
-        sizes = {key: self._bytes_kept(n, wanted) for key, n in found.items()}
-        spared = {key: self._seconds_again(n, own, saved) / sizes[key] for key, n in found.items()}
-        worth = sorted(found, key=lambda key: -spared[key])
-        points = [worth[:count] for count in levels([sizes[key] for key in worth])]
-        saves = dict.fromkeys(frozenset(keys) for keys in (*points, *fills(points, sizes)))
-        return ["full", *(" ".join(["save", *(key for key in found if key in keys)]) for keys in saves)]
-
-    def _bytes_kept(self, node: Node, wanted: set[Node]) -> int:
-        several = isinstance(node.meta["val"], (list, tuple))
-        kept = [user for user in node.users if user in wanted] if several else [node]
-        made = sum(self._number(bytes_of(t)) for n in kept for t in tree_leaves(n.meta["val"]) if isinstance(t, Tensor))
-        return max(made, 1)
-
-    def _seconds_again(self, node: Node, own: set[Node], saved: set[Node]) -> float:
-        """Of computing it from what is saved and what enters the block."""
-        again = own - saved
-        chain = graphs.reached([node], lambda n: again.intersection(map(graphs.made_by, n.all_input_nodes)))
-        return math.fsum(self.seconds_of(Operation(n, "forward", (), ())) for n in chain)  # of a set: the same in any order
+        """Policies for each block. kept: the names of what is saved where nothing is chosen."""
+        return Candidates(kept, self._number, self.seconds_of).by_block(joint, stacks)
 
     def _number(self, size: Size) -> int:
         return self.prepared.captured.open.number(size)
@@ -191,22 +152,6 @@ class Savings:
         states = STATE * sum(map(_saves_state, listed.repeated))
         saved = sum(self._number(p.bytes) for p in _saved(step.program))
         return Option(policy, saved + states, max(step.totals) + states, sum(step.seconds))
-
-
-def levels(sizes: Sequence[int]) -> list[int]:
-    """How many of values of these bytes each level saves: one more of those that are worth one, but for LEVELS at most."""
-    least = LITTLE * sum(sizes)
-    counts = [i for i, size in enumerate(sizes, 1) if size >= least or i == len(sizes)]
-    return sorted({counts[-(-i * len(counts) // LEVELS) - 1] for i in range(1, LEVELS + 1)}) if counts else []
-
-
-def fills(points: Iterable[Sequence[str]], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Each point but for the last value before its last that is smaller, and not too small to matter. sizes: of all values."""
-    least = LITTLE * sum(sizes.values())
-    for point in points:
-        smaller = [key for key in point if least <= sizes[key] < sizes[point[-1]]]
-        if smaller:
-            yield [key for key in point if key != smaller[-1]]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ import run as side_by_side  # noqa: E402
 import zoo  # noqa: E402
 
 from autoshard import Config  # noqa: E402
+from autoshard.candidates import LEVELS  # noqa: E402
 from autoshard.capture import capture  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.hardware import DEVICES  # noqa: E402
@@ -41,7 +42,6 @@ from autoshard.passes.choose_blocks import blocks_of  # noqa: E402
 from autoshard.passes.choose_recompute import Block, Option, choose_with_spare  # noqa: E402
 from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
 from autoshard.plan import Prediction  # noqa: E402
-from autoshard.savings import LEVELS  # noqa: E402
 
 BATCH, LARGE = 4, 32
 BUDGETS = (0.8, 0.6)
