@@ -1,10 +1,11 @@
 """What a block could save for its backward: the policies that are worth a simulation.
 
 [Note: Candidates] Corners are the choices that are the cheapest at some price of a second in bytes, of all that operations give
-([Note: Parametric cut]). They are few, and what an operation takes is only about right: generated code makes some one kernel. So
+([Note: Parametric cut]); LEVELS at most. What an operation takes is only about right: generated code makes some one kernel. So
 there is a second way from nothing to what torch saves: operations that are costly to repeat (matmuls, convolutions, attention), that costly
 ones would be repeated for (dropout, whose mask is small), whose results are small (sums), or that torch's own partition
-saves, ordered by the seconds that a saved byte spares; the first of them, the first two, and so on (but for little ones).
+saves, ordered by the seconds that a saved byte spares; the first of them, the first two, and so on (but for little ones, and what saves
+about as much as a corner).
 Between two of them lies as much as the last value takes, which may be a hundredth of the step's peak; so
 there is a fill, too: the point but for the last smaller value before that.
 """
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from autoshard.cost_model.parametric_cut import Value, corners
+from autoshard.cost_model import parametric_cut
+from autoshard.cost_model.parametric_cut import Value
 from autoshard.cost_model.program import Operation
 from autoshard.cost_model.sizes import Size, bytes_of
 from autoshard.cost_model.work import kind_of, op_name
@@ -50,7 +52,10 @@ class Candidates:
     def _policies(self, nodes: Sequence[Node], backward: set[Node], wanted: set[Node]) -> list[str]:
         made = {key: n for key, n in operations(nodes).items() if n in wanted and graphs.made_by(n) is n}
         sizes = {key: self._bytes_kept(n, wanted) for key, n in made.items()}
-        saves = dict.fromkeys([*self._in_order(made, sizes, nodes), *self._corners(made, sizes, nodes, backward)])
+        corners = list(self._corners(made, sizes, nodes, backward))
+        known = [sum(sizes[key] for key in keys) for keys in corners]
+        between = (keys for keys in self._in_order(made, sizes, nodes) if not _is_near(sum(sizes[key] for key in keys), known))
+        saves = dict.fromkeys([*between, *corners])
         return ["full", *(" ".join(["save", *(key for key in made if key in keys)]) for keys in saves if keys)]
 
     def _corners(
@@ -65,7 +70,7 @@ class Candidates:
             sources = {place[source] for source in map(graphs.made_by, node.all_input_nodes) if source in place}
             values.append(Value(size, round(1e9 * self._seconds(node)), tuple(sorted(sources)), node in read))
         least = int(LITTLE * sum(v.bytes or 0 for v in values))
-        for corner in corners(tuple(values), least):
+        for corner in parametric_cut.corners(tuple(values), least, LEVELS):
             if corner.bytes >= least:  # or "full" is as good
                 yield frozenset(keys[i] for i in corner.saved if values[i].bytes)
 
@@ -93,6 +98,11 @@ class Candidates:
 
     def _seconds(self, node: Node) -> float:
         return self.seconds_of(Operation(node, "forward", (), ()))
+
+
+def _is_near(size: int, known: Iterable[int]) -> bool:
+    """Whether it differs little from one of these."""
+    return any(abs(size - one) < LITTLE * size for one in known)
 
 
 def _copies_what_enters(node: Node, own: Container[Node]) -> bool:

@@ -121,6 +121,7 @@ class Forecaster:
             "seconds": _parts(took),
             "seconds_error": accuracy.time_error(self.cluster.device, self.codegen),
             "reserved": None if self.cluster.device.is_cpu else allocator.reserved(program),
+            "reserved_error": accuracy.reserved_error(self.cluster.device, self.codegen),
             "accumulating": self._accumulating(plan, curve),
         }
 

@@ -134,7 +134,7 @@ class Prediction:
     driver, at most; None where there is no such allocator or nothing was simulated. place: that moment, an operation and the model's line. error: by
     how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
     step, by part: compute, waiting for collectives, the optimizer, what Python does for each parameter, and how much longer it takes
-    to launch all that; none where they were not simulated. seconds_error: as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
+    to launch all that; none where they were not simulated. seconds_error, reserved_error: as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
     known. accumulating: bytes at the peak of a step whose gradients are added to those of an earlier one; None where it was not simulated.
     """
 
@@ -146,6 +146,7 @@ class Prediction:
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_error: tuple[float, float] | None = None
     reserved: int | None = None
+    reserved_error: tuple[float, float] | None = None
     budget: int | None = None
     accumulating: int | None = None
 
@@ -466,7 +467,8 @@ def _group(data: dict[str, Any]) -> ParameterGroup:
 def _prediction(data: dict[str, Any]) -> Prediction:
     given = _fields_of(Prediction, data, "plan: predicted")
     given["traffic"] = tuple(Traffic(**_fields_of(Traffic, t, "plan: traffic")) for t in data.get("traffic", ()))
-    given["error"], given["seconds_error"] = _interval(data.get("error")), _interval(data.get("seconds_error"))
+    for name in ("error", "seconds_error", "reserved_error"):
+        given[name] = _interval(data.get(name))
     return Prediction(**given)
 
 

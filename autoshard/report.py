@@ -207,7 +207,9 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
         return []
     between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
     never = "Never compared with a measurement on this kind of device."
-    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), _sure("Measured peaks were", between, never)]
+    reserved = [bytes_text(round((predicted.reserved or 0) * (1 + e))) for e in predicted.reserved_error or ()]
+    more = [_sure("Reserved were", reserved, never)] if reserved else []
+    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), _sure("Measured peaks were", between, never), *more]
 
 
 def _accumulating(plan: Plan) -> list[RenderableType]:

@@ -16,9 +16,10 @@ INTRODUCTION = f"""\
 steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *saved* what exists beside what is held
 when forward is done, *peak* the most that exists at once in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from
 `autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times
-as long as in that calibration a matmul and a sum of two tensors took between the steps that were timed, each by its share of the
-step; the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured again, {TRIES} times at
-most, and the run in which the machine was most as it had been counts, whatever its error.
+as long as in that calibration a matmul, a sum of two tensors and, of several processes, a gather took between the steps that were timed,
+each by its share of the step; the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured
+again, {TRIES} times at most; where it stayed off, the machine was calibrated anew, and the configuration predicted and measured again. The run in which
+the machine was most as it had been counts, whatever its error.
 
 *Rank 0 of* so many is one process with a fake process group. It holds and allocates what rank 0 of such a job, with {NODE} processes a
 node, would; nothing is sent. So there are no times; collectives are over when they have begun, and what only the transport holds

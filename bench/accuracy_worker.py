@@ -26,12 +26,15 @@ import gpu_clock  # noqa: E402
 import lone_rank  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
-from accuracy import PROBE, PROBE_MEMORY  # noqa: E402
+from accuracy import PROBE, PROBE_LINK, PROBE_MEMORY  # noqa: E402
 from compared import Case  # noqa: E402
 from told import until_told  # noqa: E402
 
 import autoshard  # noqa: E402
+from autoshard.calibrate import IN_A_ROW, _in_a_row  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
+from autoshard.ops.direct import GATHER_DIRECT  # noqa: E402
+from autoshard.runtime import processes  # noqa: E402
 
 WARM_UP, ROUNDS = 4, 15
 BETWEEN = "between forward and backward"
@@ -74,12 +77,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def probes() -> Iterator[tuple[float, float]]:
-    """Seconds of a matmul, and of a sum of two tensors, over buffers larger than the caches, as `autoshard calibrate` takes them: say
-    how fast the machine is at that moment."""
+def probes() -> Iterator[tuple[float, float, float]]:
+    """Seconds of a matmul, of a sum of two tensors, over buffers larger than the caches, and of a gather, as `autoshard calibrate` takes
+    them: say how fast the machine is at that moment."""
     pool = [(torch.randn(PROBE, PROBE), torch.randn(PROBE, PROBE)) for _ in range(32)]
     terms = [torch.randn(PROBE_MEMORY) for _ in range(8)]
     sums = [torch.zeros(PROBE_MEMORY) for _ in terms]
+    gather = _gather()
     for (a, b), (c, d) in itertools.cycle(zip(pool, pool[1:] + pool[:1])):
         dist.barrier()
         c @ d  # a processor that slept while it waited takes a while to be as fast again
@@ -88,7 +92,20 @@ def probes() -> Iterator[tuple[float, float]]:
         between = time.perf_counter()
         for i, term in enumerate(terms):
             torch.add(sums[i - 1], term, out=sums[i])
-        yield (between - start) / 3, (time.perf_counter() - between) / len(terms)
+        after = time.perf_counter()
+        dist.barrier()
+        meeting = time.perf_counter()
+        gather()
+        yield (between - start) / 3, (after - between) / len(terms), (time.perf_counter() - meeting) / IN_A_ROW
+
+
+def _gather() -> Callable[[], object]:
+    """Several in a row, over the job's own group."""
+    if dist.get_world_size() == 1:
+        return lambda: None
+    mesh = processes.build_mesh("cpu", (("shard", dist.get_world_size()),))
+    rows, name = torch.zeros(PROBE_LINK // dist.get_world_size()), mesh.get_group().group_name
+    return lambda: _in_a_row(lambda: GATHER_DIRECT(rows, dist.get_world_size(), name))
 
 
 def memory_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
@@ -119,7 +136,8 @@ def memory_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, int]:
 def times_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, float]:
     """Seconds of a step and of the probes."""
     taken = [(seconds, *probed) for seconds, probed in zip((worker._timed(made, batch)[0] for _ in range(ROUNDS)), probes())]
-    return dict(zip(("step", "probe", "memory probe"), map(statistics.median, zip(*taken))))
+    found = dict(zip(("step", "probe", "memory probe", "link probe"), map(statistics.median, zip(*taken))))
+    return found if dist.get_world_size() > 1 else {name: seconds for name, seconds in found.items() if name != "link probe"}
 
 
 def times_on_gpu(made: contenders.Contender, batch: Any) -> dict[str, float]:

@@ -61,8 +61,8 @@ class Case:
 @dataclass(frozen=True)
 class Compared:
     """Predicted and measured: bytes held between steps, what is saved beside them between forward and backward, bytes at the peak,
-    bytes of parameters, optimizer state and gradients when the optimizer steps, seconds of a step; on CPUs those of the probes, and
-    the share of a step's kernels that are counted by FLOPs; on GPUs bytes reserved, and those of libraries. date: of the measurement.
+    bytes of parameters, optimizer state and gradients when the optimizer steps, seconds of a step; on CPUs those of the probes,
+    the share of a step's kernels that are counted by FLOPs, and of a step that of waiting for the link; on GPUs bytes reserved, and those of libraries. date: of the measurement.
     plan: a digest of the one that was measured, where predictions may be made again."""
 
     case: Case
@@ -83,8 +83,18 @@ class Compared:
         not asked."""
         if "probe" not in self.measured:
             return 1.0
-        matmuls, memory = (self.measured[name] / self.predicted[name] for name in ("probe", "memory probe"))
-        return self.predicted["share"] * matmuls + (1 - self.predicted["share"]) * memory
+        matmuls, memory, link = (self._turn(name) for name in ("probe", "memory probe", "link probe"))
+        kernels = self.predicted["share"] * matmuls + (1 - self.predicted["share"]) * memory
+        waits = self.predicted.get("waits", 0.0)
+        return (1 - waits) * kernels + waits * link
+
+    def _turn(self, probe: str) -> float:
+        return self.measured[probe] / self.predicted[probe] if probe in self.measured else 1.0
+
+    @property
+    def alike(self) -> bool:
+        """Whether the machine was about as fast as when it was calibrated."""
+        return abs(self.slower - 1) <= ALIKE
 
     def error(self, what: str) -> float:
         """By how much of itself the measured value is off the predicted one; of the step, on a machine as it was calibrated."""

@@ -45,7 +45,7 @@ from autoshard.plan import Prediction  # noqa: E402
 
 BATCH, LARGE = 4, 32
 BUDGETS = (0.8, 0.6)
-CANDIDATES = 2 * (2 * LEVELS + 2)  # with fills, with copies dropped and kept
+CANDIDATES = 2 * (3 * LEVELS + 2)  # corners, levels and fills, with copies dropped and kept
 
 
 def taken(what: Callable[..., Any], *args: Any) -> tuple[float, Any]:

@@ -240,6 +240,14 @@ def test_how_far_times_were_off_is_said_only_where_tables_were_measured() -> Non
         assert ("Measured steps took" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
 
 
+def test_how_far_reserved_bytes_were_off_is_said_of_devices_that_were_compared() -> None:
+    captured = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1).captured
+    for name, said in (("h100", True), ("a100", False), ("cpu", False)):
+        predicted = _plan(Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES[name]), "eager"), 0).predicted
+        assert (predicted.reserved is not None) == (name != "cpu") and (predicted.reserved_error is not None) == said
+        assert ("Reserved were between" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
+
+
 def test_what_was_forecast_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
     plan = _plan(forecaster, 3)

@@ -36,7 +36,7 @@ def _every(values: Sequence[Value]) -> Iterator[Corner]:
 
 @given(graphs())
 def test_corners_are_those_of_all_choices(values: tuple[Value, ...]) -> None:
-    found, every = corners(values, 1), list(_every(values))
+    found, every = corners(values, 1, 64), list(_every(values))
     assert {(c.bytes, c.nanoseconds) for c in found} <= {(c.bytes, c.nanoseconds) for c in every}
     assert found[0].bytes == min(c.bytes for c in every)
     assert found[-1].nanoseconds == min(c.nanoseconds for c in every)
@@ -47,17 +47,20 @@ def test_corners_are_those_of_all_choices(values: tuple[Value, ...]) -> None:
         assert all(down * c.bytes + across * c.nanoseconds >= line for c in every)  # nothing is below their line
 
 
-@given(graphs(), st.integers(1, 40))
-def test_what_is_nearer_than_a_gap_is_not_told_apart(values: tuple[Value, ...], gap: int) -> None:
-    every, found = corners(values, 1), corners(values, gap)
-    assert set(found) <= set(every) and (found[0], found[-1]) == (every[0], every[-1])
+@given(graphs(), st.integers(1, 40), st.integers(2, 5))
+def test_of_many_corners_some_are_looked_for(values: tuple[Value, ...], gap: int, most: int) -> None:
+    every, found = corners(values, 1, 64), corners(values, gap, most)
+    assert set(found) <= set(every) and (found[0], found[-1]) == (every[0], every[-1]) and len(found) <= most
+    if len(found) < most:
+        apart = [(low, high) for low, high in itertools.pairwise(found) if high.bytes - low.bytes >= gap]
+        assert not any(low.bytes < c.bytes < high.bytes for low, high in apart for c in every)
 
 
 def test_what_several_values_are_made_of_is_saved_once_for_all() -> None:
     """One by one each would be dearer than all together: what they spare depends on what else is saved."""
     source = Value(bytes=10, nanoseconds=100, made_of=(), read=False)
     readers = [Value(bytes=8, nanoseconds=1, made_of=(0,), read=True)] * 3
-    assert [(set(c.saved), c.bytes, c.nanoseconds) for c in corners((source, *readers), 1)] == [
+    assert [(set(c.saved), c.bytes, c.nanoseconds) for c in corners((source, *readers), 1, 8)] == [
         (set(), 0, 103),
         ({0}, 10, 3),
         ({1, 2, 3}, 24, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -117,3 +118,18 @@ def test_a_lookup_reads_what_it_gives_and_where_that_is() -> None:
         graph = make_fx(look, tracing_mode="fake")(torch.ones(5000, 8), places).graph
         (found,) = (w for n in graph.nodes if n.op == "call_function" and (w := work_of(Operation(n, "forward", (), ()))).kind == "lookup")
         assert (found.read, found.written) == (6 * 8 + made, made)
+
+
+@pytest.mark.parametrize(("name", "times"), [("cpu", 1), ("a100", 2)])
+def test_attention_takes_a_gpu_twice_as_long_where_nothing_is_left_out(name: str, times: int) -> None:
+    """It is measured with causal masks; FLOPs are counted as torch counts them, with or without."""
+    device = replace(DEVICES[name], tables={"attention.fp32": ((1e3, 1e-5), (1e12, 1e-2), (2e12, 2e-2))})
+    took = []
+    for causal in (True, False):
+        attend = functools.partial(nn.functional.scaled_dot_product_attention, is_causal=causal)
+        traced = make_fx(lambda q: attend(q, q, q))(torch.randn(1, 2, 64, 32))  # noqa: B023 - called here
+        (node,) = (n for n in traced.graph.nodes if "scaled_dot_product" in str(n.target))
+        work = work_of(Operation(node, "forward", (), ()))
+        assert (work.causal, work.flops) == (causal, 4 * 2 * 64 * 64 * 32)
+        took.append(float(seconds(replace(work, flops=10**12, read=0, written=0), device)))
+    assert took == pytest.approx([1e-2, times * 1e-2])

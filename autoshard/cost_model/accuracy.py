@@ -22,6 +22,11 @@ def memory_error(device: Device, codegen: str) -> tuple[float, float] | None:
     return _interval(device, codegen, "memory")
 
 
+def reserved_error(device: Device, codegen: str) -> tuple[float, float] | None:
+    """The same of what CUDA's allocator reserved."""
+    return _interval(device, codegen, "reserved")
+
+
 def time_error(device: Device, codegen: str) -> tuple[float, float] | None:
     """The same of step times; None for a device whose kernels were not measured: those of all that were compared had been."""
     return _interval(device, codegen, "time") if "pointwise" in device.tables else None

@@ -4,7 +4,8 @@
 attention) or bytes that pass between processor and memory (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
 Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
 size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
-row, and costs nothing where it was not measured. "parameter" and "sharded" have a model's parameters as their size, and are what a
+row, and costs nothing where it was not measured. Attention is measured with causal masks, of which a GPU's kernels leave out half; any
+other counts twice there. A CPU's take as long for either, up to 512 tokens at least. "parameter" and "sharded" have a model's parameters as their size, and are what a
 step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop. A GPU runs behind the processor that asks for
 kernels, so that is not added there: "call", and with generated code "call.generated", are what a step takes of that processor for each
 operation of its graphs, with all that it does besides, and a step takes the longer of both.
@@ -73,9 +74,15 @@ def calling(device: Device, fused: bool) -> float:
 def _by_flops(table: Table, work: Work, device: Device) -> Amount:
     """Of a batch of matmuls each is as fast as one of its size, without what a call takes; a GPU works on all of them at once."""
     if not device.is_cpu:
-        return look_up(table, work.flops)
+        return look_up(table, _computed(work, device))
     call, count = table[0][1], work.batch
     return call + count * (look_up(table, work.flops / count) - call)
+
+
+def _computed(work: Work, device: Device) -> Any:
+    """FLOPs; of attention those of a causal one that takes as long."""
+    whole = work.kind == "attention" and not work.causal and not device.is_cpu
+    return cast(Any, work.flops) * (2 if whole else 1)
 
 
 def _one_by_one(work: Work, device: Device) -> Amount:
@@ -101,7 +108,7 @@ def _rate(work: Work, device: Device) -> float:
 
 
 def _roofline(work: Work, device: Device) -> Amount:
-    rate, flops = _rate(work, device), cast(Any, work.flops)
+    rate, flops = _rate(work, device), _computed(work, device)
     moved: Any = work.read + work.written
     return np.maximum(flops / (rate * REACHED_FLOPS), moved / (device.bandwidth * REACHED_BANDWIDTH))
 

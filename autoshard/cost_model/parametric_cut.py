@@ -10,7 +10,7 @@ corners of the lower convex hull of bytes and seconds. Sums are of integers, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,12 +38,20 @@ class Corner:
 
 
 @lru_cache(maxsize=256)  # blocks are alike
-def corners(values: tuple[Value, ...], gap: int) -> tuple[Corner, ...]:
-    """All choices that are the cheapest at some price, from the fewest bytes to the most; between two that are less than `gap` bytes apart
-    none is looked for."""
+def corners(values: tuple[Value, ...], gap: int, most: int) -> tuple[Corner, ...]:
+    """Choices that are the cheapest at some price, from the fewest bytes to the most: those of the fewest bytes and of the least time,
+    and then, where the most bytes lie between two, one between these. No more than `most`, and none between two that are less than `gap`
+    bytes apart: else all there are."""
     fewest = _cheapest(values, _Price(byte=1 + sum(v.nanoseconds for v in values), nanosecond=1))
     fastest = _cheapest(values, _Price(byte=1, nanosecond=1 + sum(v.bytes or 0 for v in values)))
-    return tuple(dict.fromkeys((fewest, *_between(values, fewest, fastest, gap), fastest)))
+    found, gaps = [fewest, fastest], [(fewest, fastest)]
+    while gaps and len(found) < most:
+        widest = max(gaps, key=_width)
+        gaps.remove(widest)
+        if _width(widest) >= max(gap, 1) and (between := _between(values, *widest)):
+            found.append(between)
+            gaps += [(widest[0], between), (between, widest[1])]
+    return tuple(sorted(dict.fromkeys(found), key=lambda corner: corner.bytes))
 
 
 class _Price(NamedTuple):
@@ -54,15 +62,16 @@ class _Price(NamedTuple):
         return self.byte * corner.bytes + self.nanosecond * corner.nanoseconds
 
 
-def _between(values: Sequence[Value], low: Corner, high: Corner, gap: int) -> Iterator[Corner]:
-    if high.bytes - low.bytes < max(gap, 1):
-        return
+def _width(gap: tuple[Corner, Corner]) -> int:
+    low, high = gap
+    return high.bytes - low.bytes
+
+
+def _between(values: Sequence[Value], low: Corner, high: Corner) -> Corner | None:
+    """What is cheaper than both where these cost the same."""
     same = _Price(low.nanoseconds - high.nanoseconds, high.bytes - low.bytes)
     found = _cheapest(values, same)
-    if same.of(found) < same.of(low):
-        yield from _between(values, low, found, gap)
-        yield found
-        yield from _between(values, found, high, gap)
+    return found if same.of(found) < same.of(low) else None
 
 
 def _cheapest(values: Sequence[Value], price: _Price) -> Corner:

@@ -7,7 +7,7 @@ function of (exp, tanh, erf), draws or makes a mask, which bound such kernels on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -68,7 +68,8 @@ _POINTWISE = _names("sum_direct sum_swapped")  # which add up one part after the
 class Work:
     """kind: which table of kernels tells its time. hard: elements of functions that are costly to compute, as so many thirds
     of gelu's. serial: elements that generated code handles one by one: random numbers, and booleans that it stores. batch: how many
-    matmuls it is, one after the other. written: to memory that nothing was read from."""
+    matmuls it is, one after the other. written: to memory that nothing was read from. causal: attention, of which kernels may
+    leave out half."""
 
     kind: Kind
     flops: Size
@@ -78,6 +79,7 @@ class Work:
     dtype: str = "fp32"
     serial: Size = 0
     batch: Size = 1
+    causal: bool = False
 
     def at(self, evaluate: Callable[[Size], Any]) -> Work:
         """The same with what its sizes come to."""
@@ -105,8 +107,9 @@ def work_of(operation: Operation) -> Work:
     written = _sum(bytes_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
     given, picks = _given(node), op_name(node) in _PICKS
     read = _sum(map(bytes_of, given[1:])) + written if picks else _sum(map(bytes_of, given))
-    serial = _drawn(node) + operation.masks
-    return Work(kind_of(node), flops_of(node), read, written, _hard(node), _dtype(node), serial, _batch(node))
+    serial, alone = _drawn(node) + operation.masks, kind_of(node)
+    causal = alone == "attention" and bool(argument("is_causal", *_called(node)))
+    return Work(alone, flops_of(node), read, written, _hard(node), _dtype(node), serial, _batch(node), causal)
 
 
 def kind_of(node: Node) -> Kind:
@@ -209,6 +212,13 @@ def _called(node: Node) -> tuple[Any, Any, Any]:
     """What a node calls, and with what; of a call under a random state, what that is of."""
     call = torch_internals.random_call(node)
     return (node.target, node.args, node.kwargs) if call is None else (call.operator, call.args, call.kwargs)
+
+
+def argument(name: str, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of an operator has by this name, given or by default; None of one that takes none."""
+    schema = torch_internals.schema_of(operator)
+    defaults = {a.name: a.default_value for a in schema.arguments} if schema is not None else {}
+    return {**defaults, **dict(zip(defaults, args)), **kwargs}.get(name)
 
 
 def op_name(node: Node) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autoshard import torch_internals
+from autoshard.cost_model.work import argument
 from autoshard.passes.base import Context, Stage
 from autoshard.torch_internals import RandomCall
 
@@ -39,9 +40,7 @@ class PlainRepeats:
 
 def drops_nothing(call: RandomCall) -> bool:
     """Whether it is an attention that gives the same each time."""
-    arguments = {a.name: a for a in torch_internals.schema_of(call.operator).arguments}
-    given = dict(zip(arguments, call.args)) | call.kwargs
-    return "dropout_p" in arguments and given.get("dropout_p", arguments["dropout_p"].default_value) == 0
+    return bool(argument("dropout_p", call.operator, call.args, call.kwargs) == 0)
 
 
 def _repeat_plainly(node: Node, call: RandomCall) -> None:
