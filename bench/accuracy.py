@@ -59,7 +59,6 @@ from autoshard.cost_model.step_time import StepTime  # noqa: E402
 from autoshard.cost_model.work import work_of  # noqa: E402
 from autoshard.passes.choose_zero import make_plan  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
-from autoshard.plan import Prediction as Predicted  # noqa: E402
 from autoshard.planning import circumstances, forecaster  # noqa: E402
 
 # Rows of calibrate's tables that say how fast the machine is: the width of a matmul, the numbers of a sum of two tensors, and of a gather.
@@ -270,7 +269,8 @@ def _failure(act: Callable[[], object]) -> str:
 
 def digest(plan: Plan) -> str:
     """Of all that a job does by it: not of what is predicted of it, nor of why."""
-    return hashlib.sha256(replace(plan, predicted=Predicted(), why=()).to_json().encode()).hexdigest()[:16]
+    done = {name: value for name, value in json.loads(plan.to_json()).items() if name not in ("predicted", "why")}
+    return hashlib.sha256(json.dumps(done, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def again(row: Compared, cluster: Cluster) -> Compared | None:
