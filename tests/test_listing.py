@@ -106,7 +106,7 @@ def _take_the_same(savings: Savings, policy: str, listed: Listed, cut: Listed) -
     assert ours.saved == torchs.saved - STATE * attentions
     assert _bytes_made(savings, listed) + STATE * states == _bytes_made(savings, cut)
     assert abs(ours.peak - torchs.peak) <= STATE * (states + bool(states))
-    assert ours.seconds == pytest.approx(torchs.seconds, rel=0.03 if states else 1e-9)  # one small kernel may be joined or not
+    assert ours.seconds == pytest.approx(torchs.seconds, rel=0.03 if attentions else 0.01 if states else 1e-9)  # one small kernel may be joined or not
 
 
 def _bytes_made(savings: Savings, halves: Listed) -> int:
