@@ -33,7 +33,7 @@ from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_by
 from autoshard.cost_model.collectives import Group, measured, table_name
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
-from autoshard.cost_model.kernels import passing
+from autoshard.cost_model.kernels import look_up, numbers_of_a_cube, passing
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.dtypes import dtype_named
 from autoshard.errors import ConfigError
@@ -57,6 +57,7 @@ SHARINGS = 5  # times that is measured how compute and collectives get on beside
 POOL = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of buffers that are taken in turn: some times what the largest caches hold
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}  # of matmuls
 SIDES = {"cpu": (16, 64, 128, 256, 512, 1024), "cuda": (16, 64, 256, 1024, 2048, 4096, 8192)}
+FEW, WIDE = 16, 1024  # rows and columns of a matmul whose weight is read for little
 TOKENS = {"cpu": ((1, 32), (1, 64), (4, 128), (2, 512)), "cuda": ((1, 64), (4, 128), (2, 512), (4, 2048), (2, 8192))}  # batch, sequence
 IMAGES = {  # batch, channels, height and width
     "cpu": ((4, 4, 16), (4, 32, 16), (4, 128, 16)), "cuda": ((4, 4, 16), (4, 128, 16), (32, 128, 32), (128, 128, 32), (128, 256, 32))
@@ -94,7 +95,7 @@ def calibrate(timeout: float = 60.0) -> Cluster:
     for row in shown:
         tables.setdefault(row.table, {}).setdefault(row.size, []).append(_median(row, device))
     middle = {name: {size: statistics.median(found) for size, found in rows.items()} for name, rows in tables.items()}
-    made = _device(device, {name: _rising(points.items()) for name, points in middle.items()})
+    made = _device(device, _on_top({name: _rising(points.items()) for name, points in middle.items()}))
     if group:
         shared = [asdict(_sharing(device, group)) for _ in range(SHARINGS)]
         made = replace(measured(made, where), **{name: statistics.median(s[name] for s in shared) for name in shared[0]})
@@ -246,13 +247,25 @@ def _rising(points: Iterable[tuple[float, float]]) -> Table:
     return tuple(out)
 
 
+def _on_top(tables: dict[str, Table]) -> dict[str, Table]:
+    """Of "thin", the numbers beyond those of a cube, and what is taken beyond the seconds of as many FLOPs."""
+    numbers = WIDE * (WIDE + 2 * FEW) - numbers_of_a_cube(2 * FEW * WIDE**2)
+    found = dict(tables)
+    for name in filter(lambda name: name.startswith("thin."), tables):
+        ((flops, seconds),) = tables[name]
+        found[name] = ((numbers, max(seconds - float(look_up(tables[f"matmul.{name[5:]}"], flops)), 1e-12)),)
+    return found
+
+
 def _kernels(device: torch.device) -> Iterable[Row]:
     if device.type == "cpu":  # where nothing runs ahead of what it asks for
         yield Row("view", 1, _turns(lambda x: torch.ops.aten.view.default(x, [256]), [(16, 16)], torch.float32, device))
     for name in DTYPES[device.type]:
         dtype = dtype_named(name)
         for n in SIDES[device.type]:
-            yield Row(f"matmul.{name}", 2 * n**3, _turns(_three_matmuls, [(n, n), (n, n)], dtype, device), 3)
+            yield Row(f"matmul.{name}", 2 * n**3, _turns(_linear, [(n, n)] * 3, dtype, device), 3)
+        if device.type == "cpu":
+            yield Row(f"thin.{name}", 2 * FEW * WIDE**2, _turns(_linear, [(FEW, WIDE), (WIDE, WIDE), (FEW, WIDE)], dtype, device), 3)
         for b, s in TOKENS[device.type]:
             yield _attention(b, s, dtype, name, device)
         for b, c, side in IMAGES[device.type]:
@@ -354,9 +367,9 @@ def _masked(shape: tuple[int, ...], device: torch.device) -> Callable[[Tensor], 
     return lambda grad: torch.ops.aten.native_dropout_backward(grad, mask, 1.1)
 
 
-def _three_matmuls(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """As a linear layer's forward and its two gradients lie in memory."""
-    return a @ b.t(), a @ b, a.t() @ b
+def _linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """A linear layer's forward and its two gradients, as they lie in memory."""
+    return x @ weight.t(), grad @ weight, grad.t() @ x
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:

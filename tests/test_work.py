@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard import calibrate
 from autoshard.calibrate import _rising
 from autoshard.cost_model import collectives
 from autoshard.cost_model.collectives import Group
@@ -34,6 +35,44 @@ def test_a_matmul_takes_no_less_than_what_it_reads() -> None:
     few_rows = Work("matmul", flops=2 * 32 * 2000**2, read=4 * 2000**2, written=0)
     assert seconds(few_rows, device) == pytest.approx(4 * 2000**2 / 1e9, rel=0.01)
     assert seconds(replace(few_rows, flops=2 * 2000**3, read=12 * 2000**2), device) > 12 * 2000**2 / 1e9
+
+
+def test_a_matmul_of_a_few_rows_takes_what_was_measured_on_top_of_its_flops() -> None:
+    """For each number that a cube of as many FLOPs does not have; other kinds and larger ones take what their FLOPs do."""
+    tables = {"matmul.fp32": ((1.0, 1e-9), (1e12, 1e3)), "thin.fp32": ((1e6, 4e-4),), "pointwise": ((1.0, 1e-6), (1e9, 1e3))}
+    device = replace(DEVICES["cpu"], tables=tables)
+    rows, side = 32, 2000
+    thin = Work("matmul", 2 * rows * side**2, read=4 * (side**2 + rows * side), written=4 * rows * side)
+    beyond = side**2 + 2 * rows * side - 3 * (rows * side**2) ** (2 / 3)
+    assert seconds(thin, device) - thin.flops * 1e-9 == pytest.approx(beyond * 4e-10)
+    bf16 = replace(thin, read=thin.read / 2, written=thin.written / 2, dtype="bf16")
+    assert seconds(bf16, device) == pytest.approx(float(seconds(thin, device)))
+    many = replace(thin, flops=8 * thin.flops, read=8 * thin.read, written=8 * thin.written, batch=8)
+    assert seconds(many, device) == pytest.approx(8 * float(seconds(thin, device)))
+    cube = Work("matmul", 2 * side**3, read=8 * side**2, written=4 * side**2)
+    assert seconds(cube, device) == pytest.approx(cube.flops * 1e-9)
+    assert seconds(replace(thin, kind="convolution"), replace(device, tables=tables | {"convolution.fp32": tables["matmul.fp32"]})) > thin.read * 1e-6
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
+def test_more_rows_never_take_less(rows: int, inner: int, columns: int) -> None:
+    """By tables as a CPU's are."""
+    table = ((8192.0, 2.6e-6), (524288.0, 1.15e-5), (4194304.0, 7.9e-5), (33554432.0, 4.7e-4), (268435456.0, 3.1e-3))
+    device = replace(DEVICES["cpu"], tables={"matmul.fp32": table, "thin.fp32": ((1e6, 4.5e-4),)})
+
+    def took(rows: int) -> float:
+        read, written = 4 * (rows * inner + inner * columns), 4 * rows * columns
+        return float(seconds(Work("matmul", 2 * rows * inner * columns, read, written), device))
+
+    assert took(rows) <= took(rows + 1) <= 2.1 * took(rows)
+
+
+def test_a_matmul_of_as_few_rows_as_were_measured_takes_what_was_measured() -> None:
+    rows, side, cubes = calibrate.FEW, calibrate.WIDE, ((1e4, 1e-6), (1e8, 1e-3), (1e10, 1e-1))
+    tables = calibrate._on_top({"matmul.bf16": cubes, "thin.bf16": ((2 * rows * side**2, 1.5e-3),)})
+    device = replace(DEVICES["cpu"], tables=tables)
+    work = Work("matmul", 2 * rows * side**2, 2 * (rows + side) * side, 2 * rows * side, dtype="bf16")
+    assert seconds(work, device) == pytest.approx(1.5e-3) and tables["matmul.bf16"] == cubes
 
 
 def test_each_matmul_of_a_batch_is_as_fast_as_one_of_its_size() -> None:

@@ -16,7 +16,7 @@ import yaml
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
-from autoshard.cost_model.kernels import BY_FLOPS, DTYPES, KERNELS, is_table
+from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, is_table
 from autoshard.errors import ClusterError
 
 
@@ -187,7 +187,7 @@ def _number(value: Any) -> Any:
 
 def _table(name: str, points: Any) -> tuple[tuple[float, float], ...]:
     if not isinstance(name, str) or not (is_table(name) or is_table_name(name)):
-        kernels, products = ", ".join(sorted(KERNELS)), ", ".join(sorted(BY_FLOPS))
+        kernels, products = ", ".join(sorted(KERNELS)), ", ".join(sorted(BY_DTYPE))
         sent = f"{', '.join(COLLECTIVES)}, with .issue or not, with @8 or @16/2"
         raise ClusterError(f"tables: {name!r} is not known; legal: {kernels}, {products} with .{', .'.join(DTYPES)}, {sent}")
     if not isinstance(points, list | tuple):

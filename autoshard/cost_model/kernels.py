@@ -4,7 +4,9 @@
 attention) or bytes that pass between processor and memory (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
 Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
 size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
-row, and costs nothing where it was not measured. Attention is measured with causal masks, of which a GPU's kernels leave out half; any
+row, and costs nothing where it was not measured. A CPU's matmuls are measured as cubes; "thin" is what those of a few rows take on top,
+in seconds of so many numbers read and written that a cube of as many FLOPs does not have: a weight comes from memory for a few rows
+as for many. Attention is measured with causal masks, of which a GPU's kernels leave out half; any
 other counts twice there. A CPU's take as long for either, up to 512 tokens at least. "parameter" and "sharded" have a model's parameters as their size, and are what a
 step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop. A GPU runs behind the processor that asks for
 kernels, so that is not added there: "call", and with generated code "call.generated", are what a step takes of that processor for each
@@ -20,11 +22,13 @@ from numpy.typing import NDArray
 
 from autoshard.cost_model.hardware import Device, Table
 from autoshard.cost_model.work import Kind, Work
+from autoshard.dtypes import dtype_named
 
 # Of the peak in a data sheet, what large matmuls reach on GPUs (cuBLAS on H100 and A100: 0.6 to 0.8), and what streaming
 # kernels reach of the memory's bandwidth.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.85
 BY_FLOPS: frozenset[Kind] = frozenset({"matmul", "convolution", "attention"})
+BY_DTYPE = BY_FLOPS | {"thin"}
 DTYPES = ("fp32", "bf16", "fp16", "fp64")  # that tables are of, where rates differ by it
 # Those of none, see [Note: Tables].
 KERNELS = frozenset([
@@ -54,7 +58,9 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
     if hard is not None and np.any(work.hard):
         spent = np.maximum(spent, look_up(hard, work.hard / 3))
     memory = device.tables.get("pointwise")
-    if work.kind in BY_FLOPS and memory is not None:  # of a few rows, a matmul reads little but the weights
+    if work.kind == "matmul" and (thin := _of_dtype("thin", work.dtype, device)):
+        spent = spent + _beyond_a_cube(work, table[0][0]) * thin[-1][1] / thin[-1][0]
+    elif work.kind in BY_FLOPS and memory is not None:  # of a few rows, a matmul reads little but the weights
         spent = np.maximum(spent, look_up(memory, bytes))
     saved = max(table[0][1] - device.launch, 0.0) if fused else 0.0
     return np.maximum(spent - saved, device.launch) + (_one_by_one(work, device) if fused else 0.0)
@@ -63,7 +69,7 @@ def seconds(work: Work, device: Device, fused: bool = False) -> Amount:
 def is_table(name: str) -> bool:
     """Whether a device's table of this name is ever looked into."""
     kind, _, dtype = name.partition(".")
-    return name in KERNELS or (kind in BY_FLOPS and dtype in DTYPES)
+    return name in KERNELS or (kind in BY_DTYPE and dtype in DTYPES)
 
 
 def calling(device: Device, fused: bool) -> float:
@@ -96,8 +102,24 @@ def _one_by_one(work: Work, device: Device) -> Amount:
 def _table(work: Work, device: Device) -> Table | None:
     if work.kind not in BY_FLOPS:
         return device.tables.get(work.kind) or device.tables.get(_LIKE.get(work.kind, work.kind))
-    measured = (device.tables.get(f"{work.kind}.{dtype}") for dtype in (work.dtype, *(("bf16",) if work.dtype == "fp16" else ()), "fp32"))
+    return _of_dtype(work.kind, work.dtype, device)
+
+
+def _of_dtype(name: str, dtype: str, device: Device) -> Table | None:
+    """The table of this dtype, or of the one most like it that was measured."""
+    measured = (device.tables.get(f"{name}.{like}") for like in (dtype, *(("bf16",) if dtype == "fp16" else ()), "fp32"))
     return next(filter(None, measured), None)
+
+
+def _beyond_a_cube(work: Work, least: float) -> Any:
+    """Numbers that matmuls read and write, less those of cubes of as many FLOPs, of which smaller ones than of `least` take as long."""
+    numbers = cast(Any, work.read + work.written) / dtype_named(work.dtype).itemsize
+    return np.maximum(numbers - work.batch * numbers_of_a_cube(np.maximum(work.flops / work.batch, least)), 0)
+
+
+def numbers_of_a_cube(flops: Any) -> Any:
+    """Read and written by the matmul of as many rows as columns that has these FLOPs."""
+    return 3 * (flops / 2) ** (2 / 3)
 
 
 def _rate(work: Work, device: Device) -> float:
