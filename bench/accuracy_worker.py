@@ -31,7 +31,7 @@ from compared import Case  # noqa: E402
 from told import until_told  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.calibrate import IN_A_ROW, _in_a_row  # noqa: E402
+from autoshard.calibration.messages import IN_A_ROW, in_a_row  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
 from autoshard.ops.direct import GATHER_DIRECT  # noqa: E402
 from autoshard.runtime import processes  # noqa: E402
@@ -105,7 +105,7 @@ def _gather() -> Callable[[], object]:
         return lambda: None
     mesh = processes.build_mesh("cpu", (("shard", dist.get_world_size()),))
     rows, name = torch.zeros(PROBE_LINK // dist.get_world_size()), mesh.get_group().group_name
-    return lambda: _in_a_row(lambda: GATHER_DIRECT(rows, dist.get_world_size(), name))
+    return lambda: in_a_row(lambda: GATHER_DIRECT(rows, dist.get_world_size(), name))
 
 
 def memory_on_cpu(made: contenders.Contender, batch: Any) -> dict[str, int]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 
-from autoshard import calibrate
+from autoshard.calibration.kernels import kernels, one_by_one
+from autoshard.calibration.messages import BEGIN_WHERE_ASKED, packs
+from autoshard.calibration.processor import parameters
 from autoshard.cost_model import accuracy
 from autoshard.cost_model.cluster import (
     TABLES,
@@ -167,9 +169,9 @@ def test_what_a_file_says_once_may_be_used_again() -> None:
 
 def test_all_that_calibrate_may_measure_may_stand_in_a_file() -> None:
     cpu, two = torch.device("cpu"), Group(2)
-    rows = [*calibrate._kernels(cpu), *calibrate._packs(cpu), *calibrate._parameters(2), *calibrate._one_by_one()]
+    rows = [*kernels(cpu), *packs(cpu), *parameters(2), *one_by_one()]
     names = [*dict.fromkeys(row.table for row in rows), "call", "call.generated", "all_reduce@16/2"]
-    for name in ("all_gather", "reduce_scatter", "all_reduce", *calibrate.BEGIN_WHERE_ASKED):
+    for name in ("all_gather", "reduce_scatter", "all_reduce", *BEGIN_WHERE_ASKED):
         names += [table_name(name, two), table_name(f"{name}.issue", two)]
     tables = dict.fromkeys(names, ((1.0, 1e-06), (2.0, 1e-06)))
     cluster = Cluster(1, 1, replace(DEVICES["cpu"], tables=tables))

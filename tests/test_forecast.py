@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
 from autoshard import Config
-from autoshard.calibrate import _parameters
-from autoshard.calibrate_calls import small_step
+from autoshard.calibration.calls import small_step
+from autoshard.calibration.processor import parameters
 from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -226,7 +226,7 @@ def test_a_calibration_counts_what_a_small_step_calls() -> None:
 
 
 def test_a_calibration_steps_models_of_little_but_parameters() -> None:
-    few, many = _parameters(world=1)
+    few, many = parameters(world=1)
     assert few.table == many.table == "parameter" and few.size < many.size
     assert all(isinstance(seconds := next(row.make())(), float) and seconds > 0 for row in (few, many))
 

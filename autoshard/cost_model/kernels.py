@@ -1,16 +1,17 @@
 """How long one operation takes on a device: from the device's measured tables, or by roofline where it has none.
 
 [Note: Tables] `autoshard calibrate` measures tables of (size, seconds). For kernels the size is FLOPs (matmul, convolution,
-attention) or bytes that pass between processor and memory (the rest), and the first row is what the smallest kernel takes, launch and dispatch included.
-Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have elements as their
-size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes nothing; it has one
-row, and costs nothing where it was not measured. A CPU's matmuls are measured as cubes; "thin" is what those of a few rows take on top,
-in seconds of so many numbers read and written that a cube of as many FLOPs does not have: a weight comes from memory for a few rows
-as for many. Attention is measured with causal masks, of which a GPU's kernels leave out half; any
-other counts twice there. A CPU's take as long for either, up to 512 tokens at least. "parameter" and "sharded" have a model's parameters as their size, and are what a
-step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop. A GPU runs behind the processor that asks for
-kernels, so that is not added there: "call", and with generated code "call.generated", are what a step takes of that processor for each
-operation of its graphs, with all that it does besides, and a step takes the longer of both.
+attention) or bytes that pass between processor and memory (the rest), and the first row is what the smallest kernel takes, launch
+and dispatch included. Between rows time is a power of size; beyond the last it grows in proportion. "hard" and "serial" have
+elements as their size. A table's name ends with the dtype where rates differ by it. A "view" is what a call takes that computes
+nothing; it has one row, and costs nothing where it was not measured. A CPU's matmuls are measured as cubes; "thin", of one row, is
+what those of a few rows take on top, in seconds of so many numbers read and written that a cube of as many FLOPs does not have: a
+weight comes from memory for a few rows as for many. Where that was not measured, a matmul takes no less than what it reads and
+writes would. Attention is measured with causal masks, of which a GPU's kernels leave out half; any other counts twice there. A
+CPU's take as long for either, up to 512 tokens at least. "parameter" and "sharded" have a model's parameters as their size, and are
+what a step then takes beside kernels: guards, rows, what autograd adds up, the optimizer's loop. A GPU runs behind the processor
+that asks for kernels, so that is not added there: "call", and with generated code "call.generated", are what a step takes of that
+processor for each operation of its graphs, with all that it does besides, and a step takes the longer of both.
 """
 
 from __future__ import annotations

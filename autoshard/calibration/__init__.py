@@ -1,0 +1,1 @@
+"""What `autoshard calibrate` measures, and how."""
