@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -80,17 +81,19 @@ def parser() -> argparse.ArgumentParser:
     s = commands.add_parser("sweep", help="print which batches fit, by what stage, and how fast they are")
     s.add_argument("--batch", type=_numbers, help="samples a process: 1,2,4 (default: doubled until none fits)")
     s.add_argument("--seq", type=_numbers, help="tokens a sequence: 1024,2048 (default: the example's; with --hf as of plan)")
-    _add_model_and_cluster(s)
+    _add_model_and_cluster(s, several=True)
     c = commands.add_parser("calibrate", help="measure this machine for better predictions; under torchrun, its links too")
     c.add_argument("--out", type=_file, help="file for the cluster (default: where cluster='auto' finds it)")
     return top
 
 
-def _add_model_and_cluster(p: argparse.ArgumentParser) -> None:
+def _add_model_and_cluster(p: argparse.ArgumentParser, several: bool = False) -> None:
+    """several: whether there may be several numbers of machines, and of processes."""
+    number, such = (_numbers, ": 1,2,4") if several else (int, "")
     p.add_argument("model", nargs="?", help="model.py or model.py:NAME, a function like build()")
     p.add_argument("--hf", metavar="PATH", help="a Hugging Face config.json or its folder, instead of a file")
-    p.add_argument("--nnodes", type=int, help="machines (default 1)")
-    p.add_argument("--nproc-per-node", type=int, help="processes on each, one a device (default 1)")
+    p.add_argument("--nnodes", type=number, help=f"machines{such} (default 1)")
+    p.add_argument("--nproc-per-node", type=number, help=f"processes on each, one a device{such} (default 1)")
     p.add_argument("--device", help=f"one of {', '.join(DEVICES)} (default h100)")
     flags.add(p)
 
@@ -153,10 +156,10 @@ def _plan(arguments: argparse.Namespace, console: Console) -> Answer:
 
 def _sweep(arguments: argparse.Namespace) -> Answer:
     config = flags.config(arguments)
-    candidate, cluster = _candidate(arguments, 2, max(arguments.seq or [0]) or None), _cluster(arguments)
+    candidate, clusters = _candidate(arguments, 2, max(arguments.seq or [0]) or None), _clusters(arguments)
     optimizer = _checked_factory(candidate)
-    made = sweep(candidate.model, candidate.example_inputs, config, cluster, optimizer)
-    return Answer(made, _about(candidate.model, cluster))
+    made = sweep(candidate.model, candidate.example_inputs, config, clusters, optimizer)
+    return Answer(made, _about(candidate.model, *clusters))
 
 
 @contextlib.contextmanager
@@ -223,6 +226,13 @@ def _at_least_one(name: str, value: Any) -> None:
         raise ConfigError(f"{name}: {value} is not legal; legal: 1 or more")
 
 
+def _clusters(arguments: argparse.Namespace) -> list[Cluster]:
+    """One for each number of machines, and of processes on each."""
+    numbers = itertools.product(arguments.nnodes or [None], arguments.nproc_per_node or [None])
+    asked = (argparse.Namespace(**{**vars(arguments), "nnodes": nodes, "nproc_per_node": per_node}) for nodes, per_node in numbers)
+    return list(map(_cluster, asked))
+
+
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """What the flags say, over what the cluster's file says."""
     said = machines(flags.config(arguments), "h100")
@@ -266,14 +276,14 @@ def show(answer: Answer, arguments: argparse.Namespace) -> None:
         console.print(part)
 
 
-def _about(model: nn.Module, cluster: Cluster) -> tuple[str, str]:
+def _about(model: nn.Module, *clusters: Cluster) -> tuple[str, str]:
     """The processes, and where the figures of their devices are from; the model's numbers, and of which dtypes these are."""
     elements: Counter[str] = Counter()
     for parameter in model.parameters():
         elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     numbers = ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.items())
-    machines = f"{cluster.nodes} x {cluster.per_node} {cluster.device.name} ({cluster.device.source or 'source not said'})"
-    return machines, f"{type(model).__name__}, parameters: {numbers}"
+    device, sizes = clusters[0].device, ", ".join(f"{cluster.nodes} x {cluster.per_node}" for cluster in clusters)
+    return f"{sizes} {device.name} ({device.source or 'source not said'})", f"{type(model).__name__}, parameters: {numbers}"
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class ModelFileError(AutoshardError, ValueError):
 
 
 class SweepError(AutoshardError, ValueError):
-    """A sweep was asked for sizes that the model's trace does not leave open."""
+    """A sweep was asked for sizes that the model's trace does not leave open, or of clusters that do not go together."""
 
 
 class PassError(AutoshardError, ValueError):

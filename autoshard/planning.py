@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoshard.attention import as_on
-from autoshard.capture import capture
+from autoshard.capture import Capture, capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_here
 from autoshard.cost_model.optimizer import NAMED, Make, made_by
@@ -68,12 +68,16 @@ def machines(config: Config, device: str) -> Cluster:
 
 
 def forecaster(
-    model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None, open: bool = False
+    model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None
 ) -> Forecaster:
-    """What forecasts plans of `model` on a cluster; arguments as of `plan`, open as of `capture`."""
+    """What forecasts plans of `model` on a cluster; arguments as of `plan`."""
     if cluster.world > 1:
         refuse_recurrent(model)  # as a job does
-    captured = capture(model, example_inputs, config.dtypes_on(cluster.world)[0], open)
+    return forecaster_of(capture(model, example_inputs, config.dtypes_on(cluster.world)[0]), config, cluster, optimizer)
+
+
+def forecaster_of(captured: Capture, config: Config, cluster: Cluster, optimizer: Make | None) -> Forecaster:
+    """The same of a trace, whose attention becomes what this cluster's device has. The model must be none that a job refuses."""
     as_on(cluster.device, captured.graph)
     make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))

@@ -1,22 +1,26 @@
-"""Which batch fits, and how fast it is: all plans of a model, for every batch and sequence, from one trace.
+"""Which batch fits, and how fast it is: all plans of a model, for every batch, sequence and number of processes, from one trace.
 
-[Note: Sweeps] A model is traced once, with its batch and its sequence open; each stage of ZeRO, as it is and with all blocks
-recomputed, is rehearsed once. What follows are arrays: memory and time of a hundred thousand points take a second. What
-Inductor fuses, what the partitioner saves and how collectives lie beside kernels is as at the sizes of the trace, so far
-from them `plan` is the better judge; for code that is not generated the bytes are the same.
+[Note: Sweeps] A model is traced once for each dtype that it computes in, with its batch and its sequence open; each stage of ZeRO
+on each number of processes, as it is and with all blocks recomputed, is rehearsed once. What follows are arrays: memory and time of
+a hundred thousand points and ways take a second. What Inductor fuses, what the partitioner saves and how collectives lie beside
+kernels is as at the sizes of the trace, so far from them `plan` is the better judge; for code that is not generated the bytes are
+the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import sympy
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from autoshard.capture import Capture, capture
 from autoshard.config import Config
 from autoshard.console import doing
 from autoshard.cost_model import accuracy
@@ -31,9 +35,13 @@ from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.plan import Plan
-from autoshard.planning import asked_for, circumstances, forecaster, pinned_plan, states_kept
+from autoshard.planning import asked_for, circumstances, forecaster_of, pinned_plan, states_kept
+from autoshard.skipped import refuse_recurrent
+from autoshard.units import counted
 
 MOST = 1 << 16  # the largest batch that is looked for
+PROCESSES = "processes"  # what their number is called among sizes
+Points: TypeAlias = "dict[str, NDArray[np.float64]]"
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,9 @@ class Swept:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The ways to train a model on a cluster. budget: bytes a process; None: no limit is known. open: the sizes that may be
-    any, and what they were in the trace. holds: what the trace took for granted of them. error, seconds_error: how far
-    measurements were off from predictions like these, as shares of them."""
+    """The ways to train a model on a cluster, or on several of different sizes. budget: bytes a process; None: no limit is known.
+    open: the sizes that may be any, and what they were in the trace. holds: what the trace took for granted of them. error,
+    seconds_error: how far measurements were off from predictions like these, as shares of them."""
 
     ways: tuple[Way, ...]
     budget: int | None
@@ -72,19 +80,24 @@ class Sweep:
 
     @property
     def world(self) -> int:
-        """Processes of the job."""
-        return self.ways[0].plan.world
+        """Processes of the job; the first number of several."""
+        return self.worlds[0]
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """How many processes the job may have."""
+        return tuple(dict.fromkeys(way.plan.world for way in self.ways))
 
     def at(self, **sizes: ArrayLike) -> Swept:
-        """What comes of sizes, numbers or arrays of one shape: `sweep.at(batch=[1, 2, 4], sequence=2048)`. What is not given
-        is as it was in the trace. SweepError of a size that the trace has as a number, or for which it does not hold."""
+        """What comes of sizes, numbers or arrays of one shape: `sweep.at(batch=[1, 2, 4], sequence=2048, processes=8)`. What is not
+        given is as it was in the trace; processes, as many as the first cluster has. SweepError of a size that the trace has as a
+        number, or for which it does not hold."""
         values = self._values(sizes)
         for condition in self.holds:
             if not truth(condition, values).all():
                 raise SweepError(f"the trace holds for {condition} only, which not all of these sizes are")
-        peaks = np.stack([way.curve.peaks(values) for way in self.ways])
-        seconds = np.stack([way.schedule.seconds(values) for way in self.ways])
-        fits = peaks <= (np.inf if self.budget is None else self.budget)
+        peaks, seconds = self._peaks(values), self._seconds(values)
+        fits = np.isfinite(peaks) if self.budget is None else peaks <= self.budget
         way = np.where(fits.any(0), np.where(fits, seconds, np.inf).argmin(0), peaks.argmin(0))
         chosen: list[Any] = [np.take_along_axis(each, way[None], 0)[0] for each in (peaks, seconds, fits)]
         return Swept(way, *chosen)
@@ -96,28 +109,45 @@ class Sweep:
             raise SweepError("memory_budget: without one every batch fits; legal: bytes, '72GiB', ...")
         batches = np.arange(1, MOST + 1)
         values = self._values({**sizes, "batch": batches})
-        peaks = np.stack([way.curve.peaks(values) for way in self.ways]).min(0)
-        return int(batches[(peaks <= self.budget) & self._held(values)].max(initial=0))
+        fits = self._peaks(values).min(0) <= self.budget
+        return int(batches[fits & self._held(values)].max(initial=0))
 
     def valid(self, **sizes: ArrayLike) -> NDArray[np.bool_]:
         """Whether the trace holds for these sizes."""
         return self._held(self._values(sizes))
 
-    def _held(self, values: dict[str, NDArray[np.float64]]) -> NDArray[np.bool_]:
+    def _peaks(self, values: Points) -> NDArray[np.float64]:
+        """By way and point; infinite where a point has another number of processes."""
+        return self._of_each(lambda way, values: way.curve.peaks(values), values)
+
+    def _seconds(self, values: Points) -> NDArray[np.float64]:
+        return self._of_each(lambda way, values: way.schedule.seconds(values), values)
+
+    def _of_each(self, figure: Callable[[Way, Points], NDArray[np.float64]], values: Points) -> NDArray[np.float64]:
+        found = np.full((len(self.ways), *values[PROCESSES].shape), np.inf)
+        for i, way in enumerate(self.ways):
+            here = values[PROCESSES] == way.plan.world
+            found[i, here] = figure(way, {name: each[here] for name, each in values.items()})
+        return found
+
+    def _held(self, values: Points) -> NDArray[np.bool_]:
         held = np.ones(next(iter(values.values())).shape, dtype=bool)
         for condition in self.holds:
             held = held & truth(condition, values)
         return held
 
-    def _values(self, sizes: dict[str, ArrayLike]) -> dict[str, NDArray[np.float64]]:
-        traced = self.open.sizes
+    def _values(self, sizes: dict[str, ArrayLike]) -> Points:
+        traced = {**self.open.sizes, PROCESSES: self.world}
         unknown = sizes.keys() - traced.keys()
         if unknown:
-            raise SweepError(f"{sorted(unknown)[0]}: this model's trace has it as a number; open are: {', '.join(traced) or 'none'}")
+            raise SweepError(f"{sorted(unknown)[0]}: this model's trace has it as a number; open are: {', '.join(traced)}")
         given = {name: np.asarray(sizes.get(name, size), dtype=np.float64) for name, size in traced.items()}
         for name, values in given.items():
             if (wrong := values[~(values >= 1) | (values != np.floor(values)) | np.isinf(values)]).size:
                 raise SweepError(f"{name}: {wrong.flat[0]:g} is not legal; legal: whole numbers, 1 or more")
+        if (wrong := given[PROCESSES][~np.isin(given[PROCESSES], self.worlds)]).size:
+            legal = ", ".join(map(str, self.worlds))
+            raise SweepError(f"{PROCESSES}: {wrong.flat[0]:g} is not legal; legal: {legal}, as the sweep was made for")
         shape = np.broadcast_shapes(*(v.shape for v in given.values()))
         return {name: np.broadcast_to(v, shape) for name, v in given.items()}
 
@@ -126,30 +156,59 @@ def sweep(
     model: nn.Module,
     example_inputs: Any,
     config: Config | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Sequence[Cluster] | None = None,
     optimizer: Make | None = None,
 ) -> Sweep:
     """All ways to train `model` on a cluster that `config` leaves open; arguments and errors as of `autoshard.plan`.
 
-    Batch is the first dimension of the inputs, sequence the second of those that hold whole numbers.
+    Batch is the first dimension of the inputs, sequence the second of those that hold whole numbers. cluster: or several, of as many
+    sizes: SweepError where two have as many processes, or other devices.
     """
-    config, cluster = asked_for(config, cluster)
-    forecast = forecaster(model, example_inputs, config, cluster, optimizer, open=True)
-    captured = forecast.captured
-    if not captured.open.traced:
-        raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
-    where = circumstances(config, cluster, states_kept(model, optimizer))
+    config = config or Config()
+    clusters = list(cluster) if isinstance(cluster, Sequence) else [asked_for(config, cluster)[1]]
+    _check_clusters(clusters)
+    captures = _captures(model, example_inputs, config, clusters)
+    states, device, open = states_kept(model, optimizer), clusters[0].device, next(iter(captures.values())).open
     return Sweep(
-        tuple(_ways(forecast, _plans(forecast, config, where))),
-        where.budget,
-        captured.open,
-        captured.open.conditions(captured.tracing.guards()),
-        accuracy.memory_error(cluster.device, forecast.codegen),
-        accuracy.time_error(cluster.device, forecast.codegen),
+        tuple(way for each in clusters for way in _ways_on(each, captures, config, optimizer, states)),
+        circumstances(config, clusters[0], states).budget,
+        open,
+        tuple(dict.fromkeys(held for each in captures.values() for held in each.open.conditions(each.tracing.guards()))),
+        accuracy.memory_error(device, config.codegen),
+        accuracy.time_error(device, config.codegen),
     )
 
 
-def _ways(forecast: Forecaster, plans: Sequence[Plan]) -> Iterator[Way]:
+def _check_clusters(clusters: Sequence[Cluster]) -> None:
+    if not clusters:
+        raise SweepError("cluster: [] is not legal; legal: one or more")
+    worlds = Counter(cluster.world for cluster in clusters)
+    (world, times), *_ = worlds.most_common(1)
+    if times > 1:
+        raise SweepError(f"cluster: {times} of {counted(world, 'process', 'processes')} are not legal; legal: one of each number of them")
+    first, others = clusters[0].device, [cluster.device.name for cluster in clusters if cluster.device != clusters[0].device]
+    if others:
+        raise SweepError(f"cluster: {others[0]} beside {first.name} is not legal; legal: the same device in all of them")
+
+
+def _captures(model: nn.Module, example_inputs: Any, config: Config, clusters: Sequence[Cluster]) -> Mapping[torch.dtype | None, Capture]:
+    """By what is computed in: one process trains as its model is."""
+    if any(cluster.world > 1 for cluster in clusters):
+        refuse_recurrent(model)  # as a job does
+    dtypes = dict.fromkeys(config.dtypes_on(cluster.world)[0] for cluster in clusters)
+    captures = {dtype: capture(model, example_inputs, dtype, open=True) for dtype in dtypes}
+    if not all(captured.open.traced for captured in captures.values()):
+        raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
+    if len({tuple(captured.open.sizes) for captured in captures.values()}) > 1:
+        raise SweepError(f"{type(model).__name__}: other sizes are open on one process than on several; legal: a sweep of each alone")
+    return captures
+
+
+def _ways_on(
+    cluster: Cluster, captures: Mapping[torch.dtype | None, Capture], config: Config, optimizer: Make | None, states: int | None
+) -> Iterator[Way]:
+    forecast = forecaster_of(captures[config.dtypes_on(cluster.world)[0]], config, cluster, optimizer)
+    plans = _plans(forecast, config, circumstances(config, cluster, states))
     for i, plan in enumerate(plans, 1):
         doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")
         yield Way(plan, *forecast.costs(plan), forecast.unknown(plan))

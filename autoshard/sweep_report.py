@@ -13,7 +13,7 @@ from rich.text import Text
 from autoshard.open_sizes import BATCH
 from autoshard.plan import Plan, verbs_of
 from autoshard.report import not_modelled
-from autoshard.sweep import MOST, Sweep
+from autoshard.sweep import MOST, PROCESSES, Sweep
 from autoshard.units import bytes_text, counted
 
 _UP_TO = 64  # the largest batch that is shown where all fit
@@ -24,42 +24,45 @@ Sizes = dict[str, int]
 def sweep_tables(
     sweep: Sweep, batches: Sequence[int] | None = None, sequences: Sequence[int] | None = None
 ) -> list[RenderableType]:
-    """A line for each batch and sequence. None: batches doubled while they fit, the sequence that was traced."""
+    """A table for each number of processes, with a line for each batch and sequence. None: batches doubled while they fit, the sequence
+    that was traced."""
     traced = sweep.open.sizes
     lengths: list[Sizes] = [{"sequence": s} for s in sequences or [traced.get("sequence", 0)] if s] or [{}]
-    head = f"{counted(sweep.world, 'process', 'processes')}, the batch is one process's"
     return [
-        Text(head, style="bold"),
         Text(f"traced at {', '.join(f'{name} {size}' for name, size in traced.items())}", style="dim"),
+        *(part for world in sweep.worlds for part in _of_world(sweep, world, lengths, batches)),
         Text(""),
-        _table(sweep, lengths, batches),
-        Text(""),
-        *_largest(sweep, lengths),
+        *(_largest(sweep, world, lengths) for world in sweep.worlds if sweep.budget is not None),
         *_bands(sweep),
         *not_modelled(dict.fromkeys(what for way in sweep.ways for what in way.unknown)),
         *_reasons(sweep),
     ]
 
 
-def _table(sweep: Sweep, lengths: Sequence[Sizes], batches: Sequence[int] | None) -> Table:
+def _of_world(sweep: Sweep, world: int, lengths: Sequence[Sizes], batches: Sequence[int] | None) -> list[RenderableType]:
+    head = f"{counted(world, 'process', 'processes')}, the batch is one process's"
+    return [Text(""), Text(head, style="bold"), _table(sweep, world, lengths, batches)]
+
+
+def _table(sweep: Sweep, world: int, lengths: Sequence[Sizes], batches: Sequence[int] | None) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("batch", *lengths[0], "ZeRO", "recompute", "peak", "step ms", "samples/s", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for length in lengths:
-        for cells, fits in _lines(sweep, batches or _doubled(sweep, length), length):
+        for cells, fits in _lines(sweep, world, batches or _doubled(sweep, world, length), length):
             table.add_row(*cells, style="" if fits else "dim")
     return table
 
 
-def _doubled(sweep: Sweep, length: Sizes) -> list[int]:
+def _doubled(sweep: Sweep, world: int, length: Sizes) -> list[int]:
     """1, 2, 4 and so on, and the largest that fits; of those that the trace holds for."""
-    most = _UP_TO if sweep.budget is None else sweep.largest(**length) or sweep.open.traced[BATCH]
+    most = _UP_TO if sweep.budget is None else sweep.largest(**length, processes=world) or sweep.open.traced[BATCH]
     batches = sorted({most, *(1 << i for i in range(most.bit_length()))})
     return [batch for batch, valid in zip(batches, sweep.valid(batch=batches, **length)) if valid]
 
 
-def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tuple[list[str], bool]]:
-    swept = sweep.at(batch=batches, **length)
+def _lines(sweep: Sweep, world: int, batches: Sequence[int], length: Sizes) -> Iterable[tuple[list[str], bool]]:
+    swept = sweep.at(batch=batches, **length, processes=world)
     for batch, way, peak, seconds, fits in zip(batches, swept.way, swept.peak, swept.seconds, swept.fits):
         plan = sweep.ways[way].plan
         yield [
@@ -69,7 +72,7 @@ def _lines(sweep: Sweep, batches: Sequence[int], length: Sizes) -> Iterable[tupl
             _recomputed(plan),
             bytes_text(int(peak)),
             f"{seconds * 1e3:.2f}",
-            _rate(batch * plan.world / seconds),
+            _rate(batch * world / seconds),
             "" if fits else "too large",
         ], bool(fits)
 
@@ -80,8 +83,15 @@ def _zero(plan: Plan) -> str:
 
 
 def _reasons(sweep: Sweep) -> list[RenderableType]:
-    """Those that all ways have: what was asked for and is not so, say."""
-    return [Text(f"- {why}") for why in sweep.ways[0].plan.why if all(why in way.plan.why for way in sweep.ways)]
+    """Those that all ways of a number of processes have, what was asked for and is not so, say, and on how many where not on all."""
+    of: dict[str, list[int]] = {}
+    for world in sweep.worlds:
+        first, *others = [way.plan.why for way in sweep.ways if way.plan.world == world]
+        for why in first:
+            if all(why in other for other in others):
+                of.setdefault(why, []).append(world)
+    where = {why: f"on {', '.join(map(str, worlds))}: " if len(worlds) < len(sweep.worlds) else "" for why, worlds in of.items()}
+    return [Text(f"- {where[why]}{why}") for why in of]
 
 
 def _recomputed(plan: Plan) -> str:
@@ -98,11 +108,11 @@ def _rate(samples: float) -> str:
     return f"{samples:,.0f}" if samples >= 100 else f"{samples:.3g}"
 
 
-def _largest(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
-    if sweep.budget is None:
-        return []
-    most = [_most(sweep, sizes) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
-    return [Text(f"The largest batch that fits into {bytes_text(sweep.budget)}: {', '.join(most)}.", style="bold")]
+def _largest(sweep: Sweep, world: int, lengths: Sequence[Sizes]) -> Text:
+    assert sweep.budget is not None
+    where = f" on {counted(world, 'process', 'processes')}" if sweep.worlds[1:] else ""
+    most = [_most(sweep, {**sizes, PROCESSES: world}) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
+    return Text(f"The largest batch that fits into {bytes_text(sweep.budget)}{where}: {', '.join(most)}.", style="bold")
 
 
 def _most(sweep: Sweep, sizes: Sizes) -> str:

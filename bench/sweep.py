@@ -2,7 +2,8 @@
 
     python bench/sweep.py
 
-No GPU is needed: Llama of 7 billion parameters on 8 H100, bf16, its batch and sequence left open.
+No GPU is needed: Llama of 7 billion parameters on 8 to 64 H100, bf16, its batch and sequence left open; each stage of ZeRO that may fit, as
+it is and with all blocks recomputed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from autoshard.sweep_report import sweep_tables
 
 RESULT = Path(__file__).parent / "results" / "sweep.md"
 EVALUATIONS, TIMES = 100_000, 5
-EIGHT = Cluster(1, 8, DEVICES["h100"])
-POINTS = ((1, 2048), (4, 2048), (2, 4096))
+CLUSTERS = [Cluster(nodes, 8, DEVICES["h100"]) for nodes in (1, 2, 8)]
+CONFIG = autoshard.Config(precision="bf16")
+POINTS = ((CLUSTERS[0], 4, 2048), (CLUSTERS[1], 1, 2048), (CLUSTERS[2], 2, 4096), (CLUSTERS[2], 16, 4096))
 
 
 def model() -> torch.nn.Module:
@@ -56,46 +58,49 @@ def fastest(work: Callable[[], object]) -> float:
 
 
 def evaluations(sweep: autoshard.Sweep) -> tuple[float, float]:
-    """Seconds for the peaks, and for the times, of 100,000 random points."""
-    draw = np.random.default_rng(0)
-    values = {"batch": draw.integers(1, 65, EVALUATIONS) * 1.0, "sequence": draw.integers(1, 4097, EVALUATIONS) * 1.0}
-    only = sweep.ways[0]
-    return fastest(lambda: only.curve.peaks(values)), fastest(lambda: only.schedule.seconds(values))
+    """Seconds for the peaks, and for the times, of 100,000 random batches, sequences and ways."""
+    draw, each = np.random.default_rng(0), -(-EVALUATIONS // len(sweep.ways))
+    some = [{"batch": draw.integers(1, 65, each) * 1.0, "sequence": draw.integers(1, 4097, each) * 1.0} for _ in sweep.ways]
+    drawn = list(zip(sweep.ways, some))
+    peaks = fastest(lambda: [way.curve.peaks(values) for way, values in drawn])
+    return peaks, fastest(lambda: [way.schedule.seconds(values) for way, values in drawn])
 
 
-def beside_a_trace(sweep: autoshard.Sweep, batch: int, length: int, config: autoshard.Config) -> str:
+def beside_a_trace(sweep: autoshard.Sweep, batch: int, length: int, cluster: Cluster) -> str:
     """One line: what the sweep says of these sizes, and what a trace with them does."""
-    swept = sweep.at(batch=batch, sequence=length)
+    swept = sweep.at(batch=batch, sequence=length, processes=cluster.world)
+    plan = sweep.ways[int(swept.way)].plan
     torch.compiler.reset()
-    forecast = forecaster(model(), inputs(batch, length), config, EIGHT, None)
-    predicted = forecast(sweep.ways[0].plan).predicted
+    predicted = forecaster(model(), inputs(batch, length), CONFIG, cluster, None)(plan).predicted
     assert predicted.step_seconds is not None
     peak, seconds = float(swept.peak) / predicted.peak_bytes - 1, float(swept.seconds) / predicted.step_seconds - 1
-    return f"| {batch} x {length} | {peak:+.2%} | {seconds:+.2%} |"
+    recomputed = "all" if plan.recompute else "none"
+    return f"| {cluster.world} | {batch} x {length} | {plan.stage} | {recomputed} | {peak:+.2%} | {seconds:+.2%} |"
 
 
 def main() -> None:
     gc.disable()
-    config = autoshard.Config(zero=3, precision="bf16", recompute="none")
     begin = time.perf_counter()
-    sweep = autoshard.sweep(model(), inputs(2, 2048), config, EIGHT)
+    sweep = autoshard.sweep(model(), inputs(2, 2048), CONFIG, CLUSTERS)
     traced = time.perf_counter() - begin
     peaks, seconds = evaluations(sweep)
     lines = [
         "# One trace for all sizes",
         "",
-        f"Llama 7B, ZeRO-3 on 8 H100, bf16, Inductor; traced and rehearsed once, at 2 x 2048, in {traced:.0f} s. Written by",
+        f"Llama 7B on 8, 16 and 64 H100, bf16, Inductor; traced once, at 2 x 2048, and rehearsed once for each of {len(sweep.ways)} ways "
+        "(stages of",
+        f"ZeRO that may fit, as they are and with all blocks recomputed, on each number of processes), in {traced:.0f} s. Written by",
         f"`python bench/sweep.py` on {platform.processor() or platform.machine()} with {os.cpu_count()} cores, "
         f"torch {torch.__version__}.",
         "",
-        f"{EVALUATIONS:,} evaluations (random batch and sequence), the fastest of {TIMES}: peaks {peaks:.3f} s, "
+        f"{EVALUATIONS:,} evaluations (random batches, sequences and ways), the fastest of {TIMES}: peaks {peaks:.3f} s, "
         f"times {seconds:.3f} s.",
         "",
         "Off what a trace of these sizes alone predicts:",
         "",
-        "| batch x sequence | peak | step |",
-        "|---|---:|---:|",
-        *(beside_a_trace(sweep, batch, length, config) for batch, length in POINTS),
+        "| processes | batch x sequence | ZeRO | recomputed | peak | step |",
+        "|---:|---|---:|---|---:|---:|",
+        *(beside_a_trace(sweep, batch, length, cluster) for cluster, batch, length in POINTS),
         "",
         "What `autoshard sweep` prints of it:",
         "",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autoshard import Config, Degrees, ParameterGroup, Plan, flags
-from autoshard import calibrate as calibration
+from autoshard.calibration.device import device_here
 from autoshard.cli import main, parser
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
@@ -307,6 +307,16 @@ def test_a_sweep_says_which_batches_fit(model: str, capsys: pytest.CaptureFixtur
     assert max(map(len, lines)) <= 80
 
 
+def test_a_sweep_of_several_numbers_of_machines(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--memory-budget", "1GiB", "--codegen", "eager", "--recompute", "none"]
+    assert main(["sweep", model, "--nnodes", "1,2", "--nproc-per-node", "2", *options]) == 0
+    out = capsys.readouterr().out
+    assert "1 x 2, 2 x 2 h100" in out and "2 processes, the batch" in out and "4 processes, the batch" in out
+    assert max(map(len, out.splitlines()[2:])) <= 80
+    assert main(["sweep", model, "--nnodes", "1,2", "--nproc-per-node", "2,4", *options]) == 2
+    assert "cluster: 2 of 4 processes are not legal; legal: one of each number of them" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_sweep_of_what_is_not_open_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", model, "--batch", "1,2", "--seq", "7"]) == 2
     assert "sequence: this model's trace has it as a number; open are: batch" in capsys.readouterr().err
@@ -426,10 +436,10 @@ def test_each_process_measures_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch,
     if said is not None:
         monkeypatch.setenv("LOCAL_RANK", said)
     if index is not None:
-        assert calibration._device_here() == torch.device("cuda", index)
+        assert device_here() == torch.device("cuda", index)
     else:
         with pytest.raises(ConfigError, match="LOCAL_RANK is 2, and this host has 2 GPUs; legal: one process a GPU"):
-            calibration._device_here()
+            device_here()
 
 
 def test_a_plan_says_whether_it_fits_also_where_nothing_is_chosen(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import PlanError
@@ -23,7 +24,7 @@ from autoshard.passes.choose_partition import fitting_in_parts
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.partition_activations import Parted, parted
 from autoshard.plan import Plan
-from autoshard.planning import forecaster
+from autoshard.planning import forecaster, forecaster_of
 from tests.cluster import Cluster as Processes
 from tests.parity import rank0_copy, whole
 from tests.peaks import above_held, grown_in_a_step
@@ -104,7 +105,7 @@ def planned(world: int = 2, zero: int = 0, codegen: str = "eager", blocks: int =
 def found_in(model: nn.Module, x: Tensor, dynamic: bool = False, world: int = 2) -> list[Parted]:
     """The saved values that are found to be alike."""
     options = config(0)
-    foreseen = forecaster(model, (x,), options, hosts(world), None, open=dynamic)
+    foreseen = forecaster_of(capture(model, (x,), options.dtypes_on(world)[0], open=dynamic), options, hosts(world), None)
     return foreseen.alike(make_plan(foreseen.captured.inventory, options, Circumstances(hosts(world), None)))
 
 

@@ -254,7 +254,7 @@ def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any) -> None:
 
 
 def test_sizes_that_cannot_be_are_named() -> None:
-    with pytest.raises(SweepError, match="sequence: this model's trace has it as a number; open are: batch"):
+    with pytest.raises(SweepError, match="sequence: this model's trace has it as a number; open are: batch, processes"):
         _swept("conv", "eager").at(sequence=3)
     with pytest.raises(SweepError, match="batch: 0 is not legal; legal: whole numbers, 1 or more"):
         _swept("conv", "eager").at(batch=[1, 0])
@@ -306,6 +306,66 @@ def test_blocks_stay_graphs_of_their_own_when_all_of_them_is_recomputed() -> Non
     plan = first_look(model, Config(zero=3, replicate_below=0), TWO)
     for policies in ((), tuple((f"layers.{i}", "full") for i in range(10))):
         assert prepare(captured, replace(plan, recompute=policies), inductor=False).kinds
+
+
+def _on(*worlds: int) -> list[Cluster]:
+    return [Cluster(1, world, DEVICES["cpu"]) for world in worlds]
+
+
+def test_one_trace_answers_every_number_of_processes() -> None:
+    """Memory, time and the largest batch of each are those of a sweep on that many alone."""
+    config, clusters = Config(codegen="eager", replicate_below=0, memory_budget="1MiB", precision="bf16"), _on(1, 2, 8)
+    torch.compiler.reset()
+    together = autoshard.sweep(Small(), _tokens(4, 16), config, clusters)
+    assert together.worlds == (1, 2, 8) and together.world == 1
+    every = together.at(batch=[[3], [70]], sequence=20, processes=[1, 2, 8])
+    for i, cluster in enumerate(clusters):
+        torch.compiler.reset()
+        alone = autoshard.sweep(Small(), _tokens(4, 16), config, cluster)
+        found = alone.at(batch=[3, 70], sequence=20)
+        assert [together.ways[way].plan for way in every.way[:, i]] == [alone.ways[way].plan for way in found.way]
+        for name in ("peak", "seconds", "fits"):
+            assert (getattr(every, name)[:, i] == getattr(found, name)).all()
+        assert together.largest(sequence=20, processes=cluster.world) == alone.largest(sequence=20)
+    assert every.fits[0].any() and not every.fits[1].all()
+    assert "- on 1: precision: one process trains in the dtypes of its model" in rendered(sweep_tables(together), 200)
+
+
+def test_what_any_of_the_traces_took_for_granted_is_held_to() -> None:
+    """One process computes in fp32 here, several in bf16."""
+
+    class Halves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (y if y.dtype == torch.bfloat16 or y.shape[0] % 2 == 0 else y[1:]).float().sum()
+
+    torch.compiler.reset()
+    sweep = autoshard.sweep(Halves(16, 16), torch.zeros(4, 16), Config(codegen="eager", precision="bf16"), _on(1, 2))
+    assert sweep.valid(batch=[6, 7]).tolist() == [True, False]
+    torch.compiler.reset()
+    assert autoshard.sweep(Halves(16, 16), torch.zeros(4, 16), Config(codegen="eager", precision="bf16"), TWO).valid(batch=[6, 7]).all()
+
+
+def test_numbers_of_processes_have_a_table_each() -> None:
+    torch.compiler.reset()
+    sweep = autoshard.sweep(Small(), _tokens(2, 16), Config(memory_budget="3MiB", codegen="eager", recompute="none"), _on(2, 4))
+    text = rendered(sweep_tables(sweep))
+    assert text.index("traced at") < text.index("2 processes, the batch is") < text.index("4 processes, the batch is")
+    most = [sweep.largest(processes=world) for world in (2, 4)]
+    for world, batch in zip((2, 4), most):
+        assert f"The largest batch that fits into 3.00 MiB on {world} processes: {batch} at sequence 16." in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_processes_that_were_not_asked_for_are_refused() -> None:
+    with pytest.raises(SweepError, match="processes: 3 is not legal; legal: 2, as the sweep was made for"):
+        _swept("conv", "eager").at(processes=[2, 3])
+    with pytest.raises(SweepError, match="cluster: 2 of 2 processes are not legal; legal: one of each number of them"):
+        autoshard.sweep(Small(), _tokens(2, 16), None, _on(4, 2, 8, 2))
+    with pytest.raises(SweepError, match=r"cluster: \[\] is not legal; legal: one or more"):
+        autoshard.sweep(Small(), _tokens(2, 16), None, [])
+    with pytest.raises(SweepError, match="h100 beside cpu is not legal; legal: the same device in all of them"):
+        autoshard.sweep(Small(), _tokens(2, 16), None, [TWO, Cluster(1, 4, DEVICES["h100"])])
 
 
 def test_what_a_sweep_leaves_out_is_said() -> None:
