@@ -30,7 +30,7 @@ RESULT = Path(__file__).parent / "results" / "sweep.md"
 EVALUATIONS, TIMES = 100_000, 5
 CLUSTERS = [Cluster(nodes, 8, DEVICES["h100"]) for nodes in (1, 2, 8)]
 CONFIG = autoshard.Config(precision="bf16")
-POINTS = ((CLUSTERS[0], 4, 2048), (CLUSTERS[1], 1, 2048), (CLUSTERS[2], 2, 4096), (CLUSTERS[2], 16, 4096))
+POINTS = ((CLUSTERS[0], 4, 2048), (CLUSTERS[0], 64, 2048), (CLUSTERS[1], 2, 4096), (CLUSTERS[2], 8, 2048))
 
 
 def model() -> torch.nn.Module:
