@@ -97,7 +97,7 @@ def gathered() -> list[bool]:
 def exchanged(dtype: torch.dtype) -> list[bool]:
     """The sum of each process's part, of several exchanges, in fp32; sums by the number of processes too."""
     group, size, rank = _group()
-    wholes = [[_whole(i, r, size, n).to(dtype) for r in range(size)] for i, n in enumerate((4, 70_000))]
+    wholes = [[_whole(i, r, size, n).to(dtype) for r in range(size)] for i, n in enumerate((4, 30_000))]
     sent = [of_ranks[rank] for of_ranks in wholes]
     brought = [_c10d.wait_tensor(EXCHANGE_DIRECT(flat, size, group)) for flat in sent]
     mine = [sum(flat.float().view(size, -1)[rank] for flat in of_ranks) for of_ranks in wholes]

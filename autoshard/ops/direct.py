@@ -32,7 +32,6 @@ from autoshard import torch_internals
 from autoshard.errors import PlanError
 from autoshard.ops.define import define
 
-PIECE = 1 << 16  # numbers that are summed at once: as many as stay in a cache meanwhile
 GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # each has two tags; 0 is that of a loop's own sends
 
 
@@ -65,10 +64,9 @@ def run_swap(flat: Tensor, group: str) -> Tensor:
 
 def run_sum_swapped(brought: Tensor, sent: Tensor, over: int, group: str) -> Tensor:
     """The sum of what a swap of `sent` has brought and of that, in the order of the two processes, by `over`."""
-    parts = (sent, brought) if _group(group, sent).rank() == 0 else (brought, sent)
-    found = sent.new_empty(sent.shape)
-    _add_up(parts, found, over)
-    return found
+    first, second = (sent, brought) if _group(group, sent).rank() == 0 else (brought, sent)
+    found = torch.add(first, second)
+    return found.div_(over) if over > 1 else found
 
 
 def run_sum(brought: Sequence[Tensor], sent: Sequence[Tensor], size: int, over: int, dtype: torch.dtype, group: str) -> Tensor:
@@ -77,8 +75,8 @@ def run_sum(brought: Sequence[Tensor], sent: Sequence[Tensor], size: int, over: 
     own, lengths = _group(group, sent[0]).rank(), [flat.numel() // size for flat in sent]
     found = sent[0].new_empty(sum(lengths), dtype=dtype)
     for others, flat, place in zip(brought, sent, found.split(lengths)):
-        _add_up(_by_process(others, flat.chunk(size), own), place, over)
-    return found
+        _add_up(_by_process(others, flat.chunk(size), own), place)
+    return found.div_(over) if over > 1 else found
 
 
 def _by_process(brought: Tensor, sent: Sequence[Tensor], own: int) -> list[Tensor]:
@@ -88,17 +86,13 @@ def _by_process(brought: Tensor, sent: Sequence[Tensor], own: int) -> list[Tenso
     return parts
 
 
-def _add_up(parts: Sequence[Tensor], place: Tensor, over: int) -> None:
-    """Flat tensors, and the sum's place. Piece by piece, each of which passes between memory and processor once."""
-    for into, *pieces in zip(*(each.split(PIECE) for each in (place, *parts)), strict=True):
-        if pieces[0].dtype == into.dtype:
-            torch.add(pieces[0], pieces[1], out=into)
-        else:
-            into.copy_(pieces[0]).add_(pieces[1])
-        for piece in pieces[2:]:
-            into.add_(piece)
-        if over > 1:
-            into.div_(over)
+def _add_up(parts: Sequence[Tensor], place: Tensor) -> None:
+    if parts[0].dtype == place.dtype:
+        torch.add(parts[0], parts[1], out=place)
+    else:
+        place.copy_(parts[0]).add_(parts[1])
+    for part in parts[2:]:
+        place.add_(part)
 
 
 def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
