@@ -70,8 +70,8 @@ def no_optimizer():
         raise ValueError("no rate")
     return Net(), torch.zeros(2, 4096), factory
 
-def of_numbers():
-    return nn.Embedding(5, 8), torch.zeros(2, 4)
+def of_others():
+    return nn.Linear(5, 8), torch.zeros(2, 4)
 
 def breaks():
     Net.forward = lambda self, x: self.layers[0](x).sum() if x.sum().item() > 3 else x
@@ -233,7 +233,7 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
     ("arguments", "says"),
     [
         (["{model}:nope"], "has no function 'nope'"),
-        (["{model}:of_numbers"], "example inputs: RuntimeError: Expected tensor for argument #1 'indices' to have one of the following"),
+        (["{model}:of_others"], "example inputs: RuntimeError: a and b must have same reduction dim, but got [2, 4] X [5, 8]"),
         (["{model}:breaks"], "Net: its graph breaks before it uses any parameter, so there is no step to predict"),
         (["{model}:stepped"], "returned no optimizer factory but SGD; legal: a callable, such as lambda"),
         (["{model}:fails"], "failed: KeyError: 'hello'"),
