@@ -146,7 +146,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> Answer:
     if pinned is not None and arguments.model is None and arguments.hf is None:
         _refuse_beside_a_plan(arguments)
         return Answer(pinned)
-    candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments)
+    candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments, arguments.nnodes, arguments.nproc_per_node)
     optimizer = _checked_factory(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster, optimizer, console):
@@ -229,19 +229,18 @@ def _at_least_one(name: str, value: Any) -> None:
 def _clusters(arguments: argparse.Namespace) -> list[Cluster]:
     """One for each number of machines, and of processes on each."""
     numbers = itertools.product(arguments.nnodes or [None], arguments.nproc_per_node or [None])
-    asked = (argparse.Namespace(**{**vars(arguments), "nnodes": nodes, "nproc_per_node": per_node}) for nodes, per_node in numbers)
-    return list(map(_cluster, asked))
+    return [_cluster(arguments, nodes, per_node) for nodes, per_node in numbers]
 
 
-def _cluster(arguments: argparse.Namespace) -> Cluster:
+def _cluster(arguments: argparse.Namespace, nodes: int | None, per_node: int | None) -> Cluster:
     """What the flags say, over what the cluster's file says."""
     said = machines(flags.config(arguments), "h100")
-    for name in ("nnodes", "nproc_per_node"):
-        if getattr(arguments, name) is not None:
-            _at_least_one(name, getattr(arguments, name))
+    for name, number in (("nnodes", nodes), ("nproc_per_node", per_node)):
+        if number is not None:
+            _at_least_one(name, number)
     return Cluster(
-        said.nodes if arguments.nnodes is None else arguments.nnodes,
-        said.per_node if arguments.nproc_per_node is None else arguments.nproc_per_node,
+        said.nodes if nodes is None else nodes,
+        said.per_node if per_node is None else per_node,
         said.device if arguments.device is None else measured_here(arguments.device),
     )
 

@@ -71,13 +71,18 @@ def forecaster(
     model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None
 ) -> Forecaster:
     """What forecasts plans of `model` on a cluster; arguments as of `plan`."""
-    if cluster.world > 1:
-        refuse_recurrent(model)  # as a job does
-    return forecaster_of(capture(model, example_inputs, config.dtypes_on(cluster.world)[0]), config, cluster, optimizer)
+    return forecaster_of(trace(model, example_inputs, config, cluster.world), config, cluster, optimizer)
+
+
+def trace(model: nn.Module, example_inputs: Any, config: Config, world: int, open: bool = False) -> Capture:
+    """The model's graph as so many processes compute it, which refuse what a job does; open as of `capture`."""
+    if world > 1:
+        refuse_recurrent(model)
+    return capture(model, example_inputs, config.dtypes_on(world)[0], open)
 
 
 def forecaster_of(captured: Capture, config: Config, cluster: Cluster, optimizer: Make | None) -> Forecaster:
-    """The same of a trace, whose attention becomes what this cluster's device has. The model must be none that a job refuses."""
+    """The same of a trace, whose attention becomes what this cluster's device has."""
     as_on(cluster.device, captured.graph)
     make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from autoshard.capture import Capture, capture
+from autoshard.capture import Capture
 from autoshard.config import Config
 from autoshard.console import doing
 from autoshard.cost_model import accuracy
@@ -35,8 +35,7 @@ from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.plan import Plan
-from autoshard.planning import asked_for, circumstances, forecaster_of, pinned_plan, states_kept
-from autoshard.skipped import refuse_recurrent
+from autoshard.planning import asked_for, circumstances, forecaster_of, pinned_plan, states_kept, trace
 from autoshard.units import counted
 
 MOST = 1 << 16  # the largest batch that is looked for
@@ -193,10 +192,8 @@ def _check_clusters(clusters: Sequence[Cluster]) -> None:
 
 def _captures(model: nn.Module, example_inputs: Any, config: Config, clusters: Sequence[Cluster]) -> Mapping[torch.dtype | None, Capture]:
     """By what is computed in: one process trains as its model is."""
-    if any(cluster.world > 1 for cluster in clusters):
-        refuse_recurrent(model)  # as a job does
-    dtypes = dict.fromkeys(config.dtypes_on(cluster.world)[0] for cluster in clusters)
-    captures = {dtype: capture(model, example_inputs, dtype, open=True) for dtype in dtypes}
+    worlds = {config.dtypes_on(world)[0]: world for world in sorted(cluster.world for cluster in clusters)}
+    captures = {dtype: trace(model, example_inputs, config, world, open=True) for dtype, world in worlds.items()}
     if not all(captured.open.traced for captured in captures.values()):
         raise SweepError(f"{type(model).__name__}: its trace has every size as a number, so there is nothing to sweep")
     if len({tuple(captured.open.sizes) for captured in captures.values()}) > 1:
