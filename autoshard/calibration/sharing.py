@@ -17,6 +17,9 @@ from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.ops.direct import GATHER_DIRECT
 
 TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
+# Seconds of compute between two meetings, as in a step: a process is about a millisecond late after however little it computes, which
+# is measured with `wake`; after 5 ms this would be a share of 0.2, after 100 ms of 0.03.
+STEP = 0.1
 _functional = torch.ops._c10d_functional
 
 
@@ -46,7 +49,8 @@ def sharing(device: torch.device, group: str) -> Sharing:
         message = message[: message.numel() // 2]
         taken = together(statistics.median([link() for _ in range(5)]))
     count = max(1, int(together(taken / compute(100)) * 100 / 2))
-    skew = _skew(lambda: compute(4 * count), device)
+    long = max(1, round(count * STEP / together(compute(count))))
+    skew = _skew(lambda: compute(long), device)
     wake = _wake(lambda: compute(count), lambda: gather(little), device)
     return Sharing(*_beside(lambda: compute(count), link, gather, wait), skew, wake)
 
@@ -74,7 +78,7 @@ def _skew(compute: Callable[[], float], device: torch.device) -> float:
     """How much later than each usually is through the slowest is, as a share of what each computes."""
     number = torch.zeros(1, device=device)
     own, until = [], []
-    for _ in range(30):
+    for _ in range(50):
         timed(lambda: dist.all_reduce(number), device)
         meeting = timed(lambda: dist.all_reduce(number), device)
         own.append(compute())
