@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,83 +18,104 @@ from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.ops.direct import GATHER_DIRECT
 
 TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
-# Seconds of compute between two meetings, as in a step: a process is about a millisecond late after however little it computes, which
-# is measured with `wake`; after 5 ms this would be a share of 0.2, after 100 ms of 0.03.
-STEP = 0.1
+# Seconds of compute before processes meet, in a block and in a step. Somebody is a millisecond or two late after however little all compute,
+# from about 2 ms on: that is in `wake`. As a share of what is computed it would be 0.2 of a block, where of a step 0.03 are left.
+BLOCK, STEP = 0.005, 0.1
 _functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A matmul and a gather, and the seconds that they take."""
+
+    device: torch.device
+    matmul: Callable[[], Tensor]
+    gather: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def on(device: torch.device, group: str) -> _Work:
+        """Of the processes of a group."""
+        a, size = torch.randn(256, 256, device=device), dist.get_world_size()
+        gather: Callable[..., Tensor] = GATHER_DIRECT if device.type == "cpu" else _functional.all_gather_into_tensor
+        return _Work(device, lambda: a @ a, lambda part: gather(part, size, group))
+
+    def compute(self, count: int) -> float:
+        """So many matmuls."""
+        return timed_batch(itertools.repeat(self.matmul), count, self.device) * count
+
+    def link(self, part: Tensor) -> float:
+        """A gather that all processes begin at once."""
+        dist.barrier()
+        return timed(lambda: _functional.wait_tensor(self.gather(part)), self.device)
+
+    def wait(self, flying: Tensor) -> float:
+        """The rest of one."""
+        return timed(lambda: _functional.wait_tensor(flying), self.device)
 
 
 def sharing(device: torch.device, group: str) -> Sharing:
     """How compute and collectives get on beside each other: matmuls, and an all-gather that takes twice as long."""
-    a, message, little = torch.randn(256, 256, device=device), torch.zeros(2**21, device=device), torch.zeros(2**10, device=device)
-    size = dist.get_world_size()
-    collective: Callable[..., Tensor] = GATHER_DIRECT if device.type == "cpu" else _functional.all_gather_into_tensor
+    work = _Work.on(device, group)
+    message, taken = _message(work)
+    each = together(work.compute(100) / 100)
+    half, block, step = (max(1, round(spent / each)) for spent in (taken / 2, BLOCK, STEP))
+    return Sharing(*_beside(work, half, message), *_behind(work, step, block))
 
-    def gather(part: Tensor | None = None) -> Tensor:
-        return collective(message if part is None else part, size, group)
 
-    def compute(count: int) -> float:
-        return timed_batch(itertools.repeat(lambda: a @ a), count, device) * count
-
-    def wait(flying: Tensor) -> float:
-        return timed(lambda: _functional.wait_tensor(flying), device)
-
-    def link() -> float:
-        dist.barrier()
-        return timed(lambda: _functional.wait_tensor(gather()), device)
-
-    compute(100)
-    link()  # the first ones warm up
-    taken = float("inf")
-    while taken > TOGETHER and message.numel() > little.numel():
+def _message(work: _Work) -> tuple[Tensor, float]:
+    """One that takes at most `TOGETHER`, and what it takes."""
+    message, taken = torch.zeros(2**21, device=work.device), float("inf")
+    work.compute(100)
+    work.link(message)  # the first ones warm up
+    while taken > TOGETHER and message.numel() > 2**10:
         message = message[: message.numel() // 2]
-        taken = together(statistics.median([link() for _ in range(5)]))
-    count = max(1, int(together(taken / compute(100)) * 100 / 2))
-    long = max(1, round(count * STEP / together(compute(count))))
-    skew = _skew(lambda: compute(long), device)
-    wake = _wake(lambda: compute(count), lambda: gather(little), device)
-    return Sharing(*_beside(lambda: compute(count), link, gather, wait), skew, wake)
+        taken = together(statistics.median([work.link(message) for _ in range(5)]))
+    return message, taken
 
 
-def _beside(
-    compute: Callable[[], float], link: Callable[[], float], start: Callable[[], Tensor], wait: Callable[[Tensor], float]
-) -> tuple[float, float]:
-    """(interference, drag): of both at once, and each of them alone, by turns."""
+def _beside(work: _Work, count: int, message: Tensor) -> tuple[float, float]:
+    """(interference, drag): of so many matmuls and a gather at once, and each of them alone, by turns."""
     found = []
     for _ in range(15):
-        alone = link()
+        alone = work.link(message)
         dist.barrier()
-        computing = compute()
+        computing = work.compute(count)
         dist.barrier()
         asked = time.perf_counter()
-        flying = start()
+        flying = work.gather(message)
         asking = time.perf_counter() - asked
-        both = compute()
-        found.append((1 - computing / both, 1 - max(alone - asking - wait(flying), 0.0) / both))
+        both = work.compute(count)
+        found.append((1 - computing / both, 1 - max(alone - asking - work.wait(flying), 0.0) / both))
     interference, drag = (min(max(together(statistics.median(lost)), 0.0), MOST) for lost in zip(*found))
     return interference, drag
 
 
-def _skew(compute: Callable[[], float], device: torch.device) -> float:
-    """How much later than each usually is through the slowest is, as a share of what each computes."""
-    number = torch.zeros(1, device=device)
-    own, until = [], []
+def _behind(work: _Work, step: int, block: int) -> tuple[float, float]:
+    """(skew, wake): how much later than each usually is through a step's matmuls the slowest is, as a share of them; and how much longer
+    a small gather takes from asking for it to having it, after a block's matmuls, than one of several in a row. By turns, so that both
+    are of as long a time of the machine."""
+    little, number = torch.zeros(2**10, device=work.device), torch.zeros(1, device=work.device)
+
+    def meet() -> float:
+        return timed(lambda: dist.all_reduce(number), work.device)
+
+    own, until, alone, in_one = [], [], [], []
     for _ in range(50):
-        timed(lambda: dist.all_reduce(number), device)
-        meeting = timed(lambda: dist.all_reduce(number), device)
-        own.append(compute())
-        until.append(own[-1] + timed(lambda: dist.all_reduce(number), device) - meeting)
-    return min(max(together(_several(until)) / together(statistics.median(own)) - 1, 0.0), 1.0)
+        meet()
+        meeting = meet()
+        own.append(work.compute(step))
+        until.append(own[-1] + meet() - meeting)
+        in_one.append(timed(lambda: in_a_row(lambda: work.gather(little)), work.device) / IN_A_ROW)
+        alone += [_after(work, block, little) for _ in range(5)]
+    skew = together(_several(until)) / together(statistics.median(own)) - 1
+    wake = together(_several(alone)) - together(statistics.median(in_one))
+    return min(max(skew, 0.0), 1.0), min(max(wake, 0.0), 1.0)
 
 
-def _wake(compute: Callable[[], float], gather: Callable[[], Tensor], device: torch.device) -> float:
-    """How much longer a small gather takes from asking for it to having it, after some computing, than one of several in a row."""
-    found = []
-    for _ in range(60):
-        compute()
-        found.append(timed(lambda: _functional.wait_tensor(gather()), device))
-    one_of_many = statistics.median(timed(lambda: in_a_row(gather), device) for _ in range(20)) / IN_A_ROW
-    return min(max(together(_several(found)) - together(one_of_many), 0.0), 1.0)
+def _after(work: _Work, count: int, part: Tensor) -> float:
+    """A gather from asking for it to having it, after so many matmuls."""
+    work.compute(count)
+    return timed(lambda: _functional.wait_tensor(work.gather(part)), work.device)
 
 
 def _several(found: Sequence[float]) -> float:
