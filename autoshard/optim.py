@@ -66,7 +66,6 @@ class _Fused(Optimizer):
         keys = (*self.family.keys, fused_step.MASTER)
         given = _loaded(self, super().load_state_dict, state_dict, self.family.settings, keys)
         _widen(self, given)
-        fused_step.forget(self)
 
 
 def _loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -62,14 +62,17 @@ __all__ = [
     "add_to_each",
     "assigns",
     "backend_of",
+    "before_loading",
     "before_traces",
     "behind_a_break",
     "boxed",
     "code_when_called",
     "compile_with_inductor",
     "compiled_calls",
+    "decompositions_of",
     "each_divided",
     "emit_artifact",
+    "first_cause",
     "fused_adam",
     "fused_sgd",
     "gives_nothing",
@@ -78,16 +81,19 @@ __all__ = [
     "graph_break",
     "group_named",
     "guard_parameters",
+    "has_hooks",
     "has_step_hooks",
     "ignore_messages_given_once",
     "inductor_alone",
     "inner_inductor",
     "input_position",
     "is_backward",
+    "is_compiled_in_place",
     "is_forward",
     "is_scaled_step",
     "is_view",
     "job_store",
+    "keep_in_order",
     "kept_buffers",
     "leave_as_they_lie",
     "leave_open",
@@ -96,9 +102,11 @@ __all__ = [
     "module_path",
     "norm_of_each",
     "original_of",
+    "placements_of_each",
     "put_random_states_first",
     "random_call",
     "random_states",
+    "random_states_are_tensors",
     "recompile_limit",
     "register_work",
     "rename",
@@ -106,11 +114,17 @@ __all__ = [
     "repeats_stay",
     "restart_trace",
     "rows_of_each",
+    "saves_by",
+    "schema_of",
     "share_memory",
     "step_without_hooks",
+    "storage_of",
     "suppressed_errors",
     "surround_steps",
     "takes_scaled_gradients",
+    "times_written",
+    "transport_of",
+    "unwrapped",
     "within_step",
     "without_autograd_cache",
     "without_budgets",
@@ -356,6 +370,11 @@ def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> No
 def rows_of_each(tensors: Sequence[Any]) -> list[Any]:
     """This process's part of each of these, as the object that a DTensor holds; anything else as it is. Seen: 2.11, 2.13."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def placements_of_each(tensors: Sequence[Any]) -> list[Any]:
+    """How each of these lies on processes; None of what is no DTensor. Seen: 2.11, 2.13."""
+    return [t._spec.placements if isinstance(t, DTensor) else None for t in tensors]
 
 
 def each_divided(tensors: list[torch.Tensor], by: torch.Tensor) -> list[torch.Tensor]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,3 +158,19 @@ def test_state_of_no_parameter_is_left_alone() -> None:
     p.grad = torch.ones(3)
     optimizer.step()
     assert optimizer.state["epoch"] == 3 and torch.allclose(p, torch.full((3,), 0.9))  # type: ignore[index, comparison-overlap]
+
+
+@pytest.mark.parametrize("make", [autoshard.optim.AdamW, lambda ps: autoshard.fuse(optim.AdamW(ps))])
+def test_state_is_let_go_of_when_other_is_loaded(make: Callable[[list[nn.Parameter]], optim.Optimizer]) -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = make([p])
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    before = weakref.ref(optimizer.state[p]["exp_avg"])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    gc.collect()
+    assert before() is None
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 3

@@ -135,6 +135,7 @@ def test_lists_of_tensors_are_gone_through_at_once() -> None:
     assert [float(n) for n in torch_internals.norm_of_each(tensors)] == [5.0, 6.0]
     assert torch_internals.norm_of_each([t.bfloat16() for t in tensors])[0].dtype is torch.float32
     assert all(ours is t for ours, t in zip(torch_internals.rows_of_each(tensors), tensors, strict=True))
+    assert torch_internals.placements_of_each(tensors) == [None, None]
 
 
 class Recording(torch.optim.Optimizer):

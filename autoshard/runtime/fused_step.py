@@ -13,6 +13,7 @@ in): then it counts, and its master is made of it anew.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections import defaultdict
@@ -32,6 +33,8 @@ from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.dtensors import local
 
 Options = Mapping[str, Any]  # of a parameter group
+Kind = tuple[tuple[Any, ...], Any]  # how rows are, and how they lie on processes
+_HOW = operator.attrgetter("dtype", "layout", "device")
 MASTER = "master"  # the key of one in an optimizer's state
 
 
@@ -151,11 +154,12 @@ FAMILIES: dict[type[Optimizer], Family] = {optim.Adam: ADAM, optim.AdamW: ADAM, 
 
 @dataclass(eq=False)
 class Launch:
-    """What steps together. first: it is these parameters' first step."""
+    """What steps together. first: it is these parameters' first step. places: theirs among all that step."""
 
     options: dict[str, Any]
     first: bool
     parameters: list[nn.Parameter] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     rows: Rows = field(default_factory=Rows)
     sent: multi_tensor.Sent = field(default_factory=multi_tensor.Sent)
 
@@ -166,17 +170,39 @@ class Held:
     seen, all of them. kinds: its parameters'."""
 
     seen: list[Any]
-    kinds: list[tuple[Any, ...]]
+    kinds: list[Kind]
     launches: list[Launch]
 
-    def holds(self, seen: list[Any], kinds: list[tuple[Any, ...]]) -> bool:
+    def holds(self, seen: list[Any], kinds: list[Kind]) -> bool:
         """Whether these are the same objects, which lie as they did, and so are parameters."""
-        same = len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen)) and kinds == self.kinds
+        same = same_objects(seen, self.seen) and kinds == self.kinds
         lying = (p for launch in self.launches for p in (*launch.rows.params, *launch.rows.copies))
         return same and all(map(Tensor.is_contiguous, lying))
 
 
 _held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+_forgets: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The parameters that a step changes, group by group and all of them, their gradients, and this process's rows of both. They are
+    asked for once: of hundreds of small parameters that takes longer than to step them."""
+
+    groups: list[list[nn.Parameter]]
+    parameters: list[nn.Parameter]
+    rows: list[Tensor]
+    gradients: list[Any]
+    gradient_rows: list[Tensor]
+
+    @staticmethod
+    def by(optimizer: Optimizer) -> Stepped:
+        """Those with a gradient."""
+        pairs = [[(p, p.grad) for p in group["params"]] for group in optimizer.param_groups]
+        groups = [[p for p, grad in each if grad is not None] for each in pairs]
+        gradients = [grad for each in pairs for _, grad in each if grad is not None]
+        parameters, rows_of_each = list(itertools.chain.from_iterable(groups)), torch_internals.rows_of_each
+        return Stepped(groups, parameters, rows_of_each(parameters), gradients, rows_of_each(gradients))
 
 
 def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -188,17 +214,29 @@ def _stepped_of(group: Options) -> list[nn.Parameter]:
     return [p for p in group["params"] if p.grad is not None]
 
 
-def _seen(optimizer: Optimizer, family: Family, stepped: list[nn.Parameter]) -> list[Any]:
+def _seen(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Any]:
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
     moved or cast stays itself and gets other rows; one that goes to another group stands behind that one's."""
-    values = [value for kept in optimizer.state.values() if isinstance(kept, dict) for value in kept.values()]  # a user's own are anything
-    groups = [each for group in optimizer.param_groups for each in (group, family.rule(group), *_stepped_of(group))]
-    return [*groups, *values, *torch_internals.rows_of_each([*stepped, *values])]
+    values = state_of(optimizer)
+    by_group = zip(optimizer.param_groups, stepped.groups)
+    groups = [each for group, parameters in by_group for each in (group, family.rule(group), *parameters)]
+    return [*groups, *values, *stepped.rows, *torch_internals.rows_of_each(values)]
 
 
-def _kinds(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
+def state_of(optimizer: Optimizer) -> list[Any]:
+    """All that it keeps, one after the other; what a user's own keeps apart of dicts is nobody's."""
+    kept = (each for each in optimizer.state.values() if isinstance(each, dict))
+    return list(itertools.chain.from_iterable(map(dict.values, kept)))
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the very same, in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _kinds(tensors: Sequence[Any], rows: Sequence[Tensor]) -> list[Kind]:
     """In what a gradient must be as its parameter is."""
-    return [(t.dtype, t.layout, t.device, t.placements if isinstance(t, DTensor) else None) for t in tensors]
+    return list(zip(map(_HOW, rows), torch_internals.placements_of_each(tensors)))
 
 
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:
@@ -235,38 +273,49 @@ def take(
     """
     if reason := while_captured():
         return reason
-    stepped = stepped_by(optimizer)
-    seen, kinds, held = _seen(optimizer, family, stepped), _kinds(stepped), _held.get(optimizer)
+    stepped = Stepped.by(optimizer)
+    seen, kinds, held = _seen(optimizer, family, stepped), _kinds(stepped.parameters, stepped.rows), _held.get(optimizer)
     if held is None or not held.holds(seen, kinds):
         mastered = getattr(optimizer, "master_weights", False)
-        reason = next((r for p in stepped if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), "")
+        reason = next((r for p in stepped.parameters if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), "")
         held = Held(seen, kinds, [] if reason else _launches(optimizer, family))
     else:
         reason = ""
     if reason or (reason := _unfit_gradients(stepped, held.kinds)):
         return reason
-    _run(optimizer, family, held.launches, gradients(), interpret)
+    _run(optimizer, family, held.launches, stepped, gradients(), interpret)
     # so that a graph of before the step, which may have saved either, does not go backward unnoticed
-    torch.autograd.graph.increment_version([*stepped, *torch_internals.rows_of_each(stepped)])
+    torch.autograd.graph.increment_version([*stepped.parameters, *stepped.rows])
     if not any(launch.first for launch in held.launches):
-        _held[optimizer] = held
+        _hold(optimizer, held)
     return ""
 
 
-def _unfit_gradients(stepped: Sequence[nn.Parameter], kinds: list[tuple[Any, ...]]) -> str:
-    given = _kinds([p.grad for p in stepped])
+def _hold(optimizer: Optimizer, held: Held) -> None:
+    """Until other state is loaded, beside which this would be a second one."""
+    _held[optimizer] = held
+    if optimizer not in _forgets:
+        _forgets.add(optimizer)
+        torch_internals.before_loading(optimizer, lambda loading, _: forget(loading))
+
+
+def _unfit_gradients(stepped: Stepped, kinds: list[Kind]) -> str:
+    given = _kinds(stepped.gradients, stepped.gradient_rows)
     if given == kinds:
         return ""
     i = next(i for i, (ours, its) in enumerate(zip(kinds, given)) if ours != its)
-    return f"a parameter of shape {tuple(stepped[i].shape)}, {kinds[i]}, with a gradient that is {given[i]}"
+    ours, its = ((*how, placements) for how, placements in (kinds[i], given[i]))
+    return f"a parameter of shape {tuple(stepped.parameters[i].shape)}, {ours}, with a gradient that is {its}"
 
 
-def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients: Gradients, interpret: bool) -> None:
+def _run(
+    optimizer: Optimizer, family: Family, launches: list[Launch], stepped: Stepped, gradients: Gradients, interpret: bool
+) -> None:
     for launch in launches:
         if launch.first and gradients.infinite is not None and bool(gradients.infinite):
             continue  # state begins with the first step that is taken
         rows = _with_state(optimizer, family, launch) if launch.first else launch.rows
-        rows.grads = [grad.contiguous() for grad in torch_internals.rows_of_each([p.grad for p in launch.parameters])]
+        rows.grads = [stepped.gradient_rows[i].contiguous() for i in launch.places]
         options = {**launch.options, **family.first} if launch.first else launch.options
         if rows.steps:
             torch_internals.add_to_each(rows.steps, 1.0 if gradients.infinite is None else 1.0 - gradients.infinite)
@@ -280,6 +329,7 @@ def _run(optimizer: Optimizer, family: Family, launches: list[Launch], gradients
 def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
     """Of one device and dtypes each."""
     launches: dict[Any, Launch] = {}
+    places = itertools.count()
     for i, options in enumerate(optimizer.param_groups):
         for parameter in _stepped_of(options):
             keys, state = keys_of(optimizer, family, options, parameter), optimizer.state.get(parameter, {})
@@ -293,6 +343,7 @@ def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
             kind = (i, first, parameter.device, parameter.dtype, dtypes)
             launch = launches.setdefault(kind, Launch(options, first))
             launch.parameters.append(parameter)
+            launch.places.append(next(places))
             if not first:
                 _add(launch.rows, parameter, state, keys)
     return list(launches.values())

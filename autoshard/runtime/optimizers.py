@@ -19,6 +19,7 @@ from autoshard.kernels.multi_tensor import HALVES
 from autoshard.runtime import factored, fused_step
 from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import refuse_strange_rows
+from autoshard.runtime.fused_step import same_objects
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 
 # Seen on torch 2.11 and 2.13: Adafactor, Rprop and Adagrad raise inside DTensor, Muon skips DTensors without a word.
@@ -124,6 +125,7 @@ def load_rows(optimizer: Optimizer) -> None:
 
 
 def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    _looked_at.pop(optimizer, None)
     groups = zip(optimizer.param_groups, state_dict["param_groups"])
     sharded = {i: p for ours, given in groups for p, i in zip(ours["params"], given["params"]) if isinstance(p, DTensor)}
     state = dict(state_dict["state"])
@@ -132,11 +134,22 @@ def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state}
 
 
+_looked_at: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
+
 def scatter_loaded(optimizer: Optimizer) -> None:
-    """The same of what was loaded into an optimizer that nobody here knew of, or put into its state."""
+    """The same of what was loaded into an optimizer that nobody here knew of, or put into its state. What was there in the step before
+    is not looked at again."""
+    if same_objects(_kept(optimizer), _looked_at.get(optimizer, [])):
+        return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
             _take_rows(state, parameter)
+    _looked_at[optimizer] = _kept(optimizer)
+
+
+def _kept(optimizer: Optimizer) -> list[Any]:
+    return [*optimizer.state, *fused_step.state_of(optimizer)]
 
 
 def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:

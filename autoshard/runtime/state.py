@@ -193,10 +193,9 @@ class ModelState:
         if stands_still(optimizer):
             return
         refuse_lost(self.residues, stepped)
-        apart = [self.ids[id(p)] for p in stepped if id(p) in self.ids and id(p) not in self.compiled]
-        if apart:
+        if apart := {*map(id, stepped)} & self.ids.keys() - self.compiled:
             raise DivergenceError(
-                f"parameter {apart[0]!r} got a gradient outside of any graph that autoshard compiled, so "
+                f"parameter {min(map(self.ids.__getitem__, apart))!r} got a gradient outside of any graph that autoshard compiled, so "
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
             )
         if self.replicas is not None:

@@ -98,10 +98,11 @@ def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None
     stepped = fused_step.stepped_by(optimizer)
     for state in states:
         state.check_step(optimizer, stepped)
-    strange = [p for p in stepped if not any(id(p) in s.ids for s in states)]
-    if states and strange and not stands_still(optimizer):
+    known = set[int]().union(*(state.ids for state in states))
+    if states and not known.issuperset(map(id, stepped)) and not stands_still(optimizer):
+        strange = next(p for p in stepped if id(p) not in known)
         raise DivergenceError(
-            f"the optimizer steps a parameter of shape {tuple(strange[0].shape)} that is in no model compiled with "
+            f"the optimizer steps a parameter of shape {tuple(strange.shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
         )
     if any(state.plan.sharded for state in states):
