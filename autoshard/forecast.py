@@ -76,17 +76,17 @@ Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 @dataclass
 class Forecaster:
     """Predicts plans of one captured model on one cluster. Plans that differ only in what the graphs do not show share
-    a rehearsal. passes: that a job would run."""
+    a rehearsal. passes: that a job would run. known: what was traced before of it, with the same codegen, passes and device."""
 
     captured: Capture
     make_optimizers: Make
     cluster: Cluster
     codegen: str
     passes: Sequence[Pass] = DEFAULT
+    known: Known = field(default_factory=Known)
     _known: dict[Key, Simulated] = field(default_factory=dict)
     _predicted: dict[Key, dict[str, Any]] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
-    _written: Known = field(default_factory=Known)
     _usual: dict[Key, Rehearsed] = field(default_factory=dict)
     _choices: dict[Key, list[Block]] = field(default_factory=dict)
     _alone: dict[Key, dict[str, Option]] = field(default_factory=dict)
@@ -255,7 +255,7 @@ class Forecaster:
 
     def _outlined(self, plan: Plan, passes: Sequence[Pass]) -> Outlined:
         fused = fuses(self.codegen, self.cluster.device)
-        return outline(self.captured, plan, self.inductor, fused, passes, self._written)
+        return outline(self.captured, plan, self.inductor, fused, passes, self.known)
 
     def _seconds_of(self, operation: Operation) -> float:
         return float(seconds(work_of(operation).at(self.captured.open.number), self.cluster.device))
@@ -264,7 +264,7 @@ class Forecaster:
         """Blocks that are graphs of their own make another graph around them when they save something else."""
         usual = self._prepared(replace(plan, recompute=()))
         if plan.recompute:
-            exchanged = usual.cut_exchanged(plan, self._written) if usual.kinds else None
+            exchanged = usual.cut_exchanged(plan, self.known) if usual.kinds else None
             return exchanged or (self._prepared(plan) if usual.kinds or plan.through else usual).cut(plan)
         key = _regathered(plan)
         if key not in self._usual:

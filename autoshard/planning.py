@@ -23,6 +23,7 @@ from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
 from autoshard.passes.registry import pipeline_for
 from autoshard.plan import Plan
+from autoshard.rehearsal import Known
 from autoshard.runtime.fused_step import unfusable
 from autoshard.runtime.optimizers import states_of
 from autoshard.skipped import refuse_recurrent
@@ -81,11 +82,15 @@ def trace(model: nn.Module, example_inputs: Any, config: Config, world: int, ope
     return capture(model, example_inputs, config.dtypes_on(world)[0], open)
 
 
-def forecaster_of(captured: Capture, config: Config, cluster: Cluster, optimizer: Make | None) -> Forecaster:
-    """The same of a trace, whose attention becomes what this cluster's device has."""
+def forecaster_of(
+    captured: Capture, config: Config, cluster: Cluster, optimizer: Make | None, known: Known | None = None
+) -> Forecaster:
+    """The same of a trace, whose attention becomes what this cluster's device has. known: what was traced of it for clusters of this
+    device, by the same config."""
     as_on(cluster.device, captured.graph)
     make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
-    return Forecaster(captured, make, cluster, config.codegen, pipeline_for(config.passes, config.disable_passes))
+    passes = pipeline_for(config.passes, config.disable_passes)
+    return Forecaster(captured, make, cluster, config.codegen, passes, known or Known())
 
 
 def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,7 +76,7 @@ def prepare(
     known: Known | None = None,
 ) -> Prepared:
     """All of a rehearsal that comes before forward and backward are parted. fuses: see `Context`. passes: that a job would run. known:
-    the blocks that were rehearsed before, of the same capture and with the same other arguments; those of this one are added."""
+    what was traced before, of the same capture and with the same arguments but for the plan; what this one traces is added."""
     return outline(captured, plan, inductor, fuses, passes, known or Known()).prepared()
 
 
@@ -91,7 +91,7 @@ def outline(
     compilation = _Rehearsal(manager, context, inductor, Phases(shown=False))
     with _tracing(captured):
         gm, blocks, kinds = compilation.outline(gm, known)
-    return Outlined(captured, compilation, gm, residues, blocks, kinds)
+    return Outlined(captured, compilation, known, gm, residues, blocks, kinds)
 
 
 @contextmanager
@@ -126,11 +126,13 @@ class WrittenBlock:
 
 @dataclass(frozen=True)
 class Known:
-    """Blocks that were rehearsed before. joints: by what they compute. blocks: by that and their policies; None where no op can stand
-    for one."""
+    """What was traced before of one capture, whatever the plan. joints: of blocks, by what they compute. blocks: by that and their
+    policies; None where no op can stand for one. around: of what is around blocks, or of a whole model, by all that a trace sees of
+    it: parameters are whole there ([Note: Whole inputs]), so that stages and numbers of processes have it in common."""
 
     joints: dict[Computes, Joint] = field(default_factory=dict)
     blocks: dict[tuple[Computes, str], WrittenBlock | None] = field(default_factory=dict)
+    around: dict[Hashable, Joint] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Outlined:
 
     captured: Capture
     compilation: _Rehearsal
+    known: Known
     graph: GraphModule
     residues: list[Tensor]
     blocks: tuple[Block, ...]
@@ -151,7 +154,10 @@ class Outlined:
             inputs = [_input(captured, i, plan) for i in range(len(captured.inputs))]
             inputs += [captured.tracing.like(residue) for residue in self.residues]
             outer = self.compilation.around(self.graph, self.blocks, inputs)
-            return Prepared(captured, outer, outer.trace(self.graph, inputs), self.blocks, self.kinds)
+            seen = outer.seen(self.graph, inputs)
+            if seen not in self.known.around:
+                self.known.around[seen] = outer.trace(self.graph, inputs)
+            return Prepared(captured, outer, self.known.around[seen], self.blocks, self.kinds)
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,11 @@ class _Rehearsal(Compilation):
         blocks = compile_blocks(gm, compile_one)
         return gm, tuple(blocks), tuple(kinds if blocks else ())
 
+    def seen(self, gm: GraphModule, inputs: Sequence[Any]) -> Hashable:
+        """All that a trace sees of a graph of one capture; blocks by their keys."""
+        listed = tuple(str(part.graph) for part in gm.modules() if isinstance(part, GraphModule))
+        return self.inductor, self._kept, listed, tuple(map(_how, self._whole(inputs)))
+
     def others(self, joint: GraphModule, kinds: Sequence[Kind], known: Known) -> dict[Node, Block | None]:
         """For each call of a block of the model the one that this plan makes of it; None where no op can stand for that."""
         plan = self.context.plan
@@ -267,6 +278,13 @@ class _Rehearsal(Compilation):
             return Rehearsed(self.last(self.infer(halves.forward), "inference"), None, halves.results, {}, blocks)
         forward, backward = self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
         return Rehearsed(self.last(forward, "forward"), self.last(backward, "backward"), halves.results, links, blocks)
+
+
+def _how(value: Any) -> str:
+    """What a trace sees of an input."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Which batch fits, and how fast it is: all plans of a model, for every batch, sequence and number of processes, from one trace.
 
 [Note: Sweeps] A model is traced once for each dtype that it computes in, with its batch and its sequence open; each stage of ZeRO
-on each number of processes, as it is and with all blocks recomputed, is rehearsed once. What follows are arrays: memory and time of
-a hundred thousand points and ways take a second. What Inductor fuses, what the partitioner saves and how collectives lie beside
-kernels is as at the sizes of the trace, so far from them `plan` is the better judge; for code that is not generated the bytes are
-the same.
+on each number of processes, as it is and with all blocks recomputed, is rehearsed once; that does not differentiate again what stages
+and numbers of processes have in common. What follows are arrays: memory and time of a hundred thousand points and ways take a second.
+What Inductor fuses, what the partitioner saves and how collectives lie beside kernels is as at the sizes of the trace, so far from them
+`plan` is the better judge; for code that is not generated the bytes are the same.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.plan import Plan
 from autoshard.planning import asked_for, circumstances, forecaster_of, pinned_plan, states_kept, trace
+from autoshard.rehearsal import Known
 from autoshard.units import counted
 
 MOST = 1 << 16  # the largest batch that is looked for
@@ -167,9 +168,10 @@ def sweep(
     clusters = list(cluster) if isinstance(cluster, Sequence) else [asked_for(config, cluster)[1]]
     _check_clusters(clusters)
     captures = _captures(model, example_inputs, config, clusters)
+    traced = {dtype: (captured, Known()) for dtype, captured in captures.items()}
     states, device, open = states_kept(model, optimizer), clusters[0].device, next(iter(captures.values())).open
     return Sweep(
-        tuple(way for each in clusters for way in _ways_on(each, captures, config, optimizer, states)),
+        tuple(way for each in clusters for way in _ways_on(each, *traced[config.dtypes_on(each.world)[0]], config, optimizer, states)),
         circumstances(config, clusters[0], states).budget,
         open,
         tuple(dict.fromkeys(held for each in captures.values() for held in each.open.conditions(each.tracing.guards()))),
@@ -202,9 +204,9 @@ def _captures(model: nn.Module, example_inputs: Any, config: Config, clusters: S
 
 
 def _ways_on(
-    cluster: Cluster, captures: Mapping[torch.dtype | None, Capture], config: Config, optimizer: Make | None, states: int | None
+    cluster: Cluster, captured: Capture, known: Known, config: Config, optimizer: Make | None, states: int | None
 ) -> Iterator[Way]:
-    forecast = forecaster_of(captures[config.dtypes_on(cluster.world)[0]], config, cluster, optimizer)
+    forecast = forecaster_of(captured, config, cluster, optimizer, known)
     plans = _plans(forecast, config, circumstances(config, cluster, states))
     for i, plan in enumerate(plans, 1):
         doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")

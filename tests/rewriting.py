@@ -48,10 +48,10 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def plan_for(model: nn.Module, zero: int, **config: Any) -> Plan:
+def plan_for(model: nn.Module, zero: int, world: int = WORLD, **config: Any) -> Plan:
     inventory = take_inventory(model, model.parameters())
     options = autoshard.Config(zero=zero, replicate_below=0, **config)
-    return make_plan(inventory, options, Circumstances(Cluster(1, WORLD, DEVICES["h100"]), None))
+    return make_plan(inventory, options, Circumstances(Cluster(1, world, DEVICES["h100"]), None))
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,22 @@ def test_a_block_that_saves_something_else_is_not_traced_again() -> None:
     assert [_block_operations(b) for b in found.blocks] == [_block_operations(b) for b in expected.blocks]
 
 
+@pytest.mark.parametrize(("make", "traces"), [(Blocks, 1), (Deep, 2)])  # blocks of their own are told which copies backward gathers
+@pytest.mark.parametrize("inductor", [False, True])
+def test_what_stages_and_numbers_of_processes_have_in_common_is_traced_once(make: type[nn.Module], traces: int, inductor: bool) -> None:
+    model, known = make(), Known()
+    captured = capture(model, torch.randn(4, 8))
+    for world, zero in ((256, 0), (256, 2), (256, 3), (6, 3)):
+        plan = plan_for(model, zero, world=world)
+        found = prepare(captured, plan, inductor, known=known).cut(plan)
+        expected = rehearse(captured, plan, inductor)
+        assert found.backward is not None and expected.backward is not None
+        assert _operations(found.forward) == _operations(expected.forward)
+        assert _operations(found.backward) == _operations(expected.backward)
+        assert (found.results, found.saved) == (expected.results, expected.saved)
+    assert len(known.around) == traces
+
+
 def _block_operations(block: Any) -> list[Counter[str]]:
     return [_operations(code.graph) for code in (block.forward, block.backward) if isinstance(code, Written)]
 

@@ -70,15 +70,17 @@ class Block:
 
 _PROCESSOR_STATE, _CUDA_STATE = torch.get_rng_state().numel(), 16  # bytes; of CUDA's a seed and an offset
 _blocks: weakref.WeakValueDictionary[str, Block] = weakref.WeakValueDictionary()
+_keys: weakref.WeakKeyDictionary[Block, str] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
 def register(name: str, block: Block) -> str:
-    """Makes a block known, for as long as somebody holds it; the key that graphs name it by. Never an older block's: its
-    code may hold only for the sizes that another trace assumed."""
-    key = f"{name}.{next(_numbers)}"
-    _blocks[key] = block
-    return key
+    """Makes a block known, for as long as somebody holds it; the key that graphs name it by, always the same. Never an older block's:
+    its code may hold only for the sizes that another trace assumed."""
+    if block not in _keys:
+        _keys[block] = f"{name}.{next(_numbers)}"
+        _blocks[_keys[block]] = block
+    return _keys[block]
 
 
 def block_named(key: str) -> Block:
