@@ -84,7 +84,7 @@ class Forecaster:
     codegen: str
     passes: Sequence[Pass] = DEFAULT
     known: Known = field(default_factory=Known)
-    _known: dict[Key, Simulated] = field(default_factory=dict)
+    _simulated: dict[Key, Simulated] = field(default_factory=dict)
     _predicted: dict[Key, dict[str, Any]] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
     _usual: dict[Key, Rehearsed] = field(default_factory=dict)
@@ -140,11 +140,11 @@ class Forecaster:
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed or guessed."""
         key = _key(plan)
-        if key not in self._known:
+        if key not in self._simulated:
             held, unknown = self._held(plan)
             program, curve, took = self._simulate(plan, self._rehearsed(plan).listed, held)
-            self._known[key] = program, curve, took, (*unknown, *_guessed(program), *_strangers(program, groups_of(plan, self.cluster)))
-        return self._known[key]
+            self._simulated[key] = program, curve, took, (*unknown, *_guessed(program), *_strangers(program, groups_of(plan, self.cluster)))
+        return self._simulated[key]
 
     def costs(self, plan: Plan) -> tuple[Curve, Schedule]:
         """The plan's memory and time for all values of the sizes that the capture left open. What Inductor fuses, and what

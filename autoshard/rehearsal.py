@@ -38,7 +38,8 @@ from autoshard.plan import ParameterGroup, Plan
 EVERYONE = "everyone"
 DEFAULT = registry.parse(registry.DEFAULT)
 NAME_OF_AXES = "+".join  # a rehearsal's process groups have the names of their axes: see `groups_of`
-Computes = tuple[str, frozenset[int], frozenset[int]]  # a block's key, which of its inputs are gathered copies, and which are fixed
+# A block's key, which of its inputs are gathered copies, which are fixed, and what a trace keeps in one piece.
+Computes = tuple[str, frozenset[int], frozenset[int], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class _Rehearsal(Compilation):
 
     def written(self, body: GraphModule, policy: str, known: Known) -> WrittenBlock | None:
         """A block's graphs, if it saves that, and the one that they were parted of, which is the same whatever it saves."""
-        key = body.meta[KEY], body.meta[COPIES], body.meta[FIXED]
+        key = body.meta[KEY], body.meta[COPIES], body.meta[FIXED], self._kept
         if (key, policy) not in known.blocks:
             known.blocks[key, policy] = self._written(body, key, policy, known)
         return known.blocks[key, policy]

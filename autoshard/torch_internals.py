@@ -128,8 +128,8 @@ __all__ = [
     "within_step",
     "without_autograd_cache",
     "without_budgets",
+    "without_hooks",
     "without_repeats",
-    "without_step_hooks",
     "wrap_compiled",
     "written_position",
 ]
@@ -343,10 +343,11 @@ def is_scaled_step() -> bool:
     return any(f.f_code is GradScaler.step.__code__ and f.f_locals["self"].is_enabled() for f in _frames())
 
 
-def without_step_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer, for a copy that nobody is to hear of. Seen: 2.11, 2.13."""
+def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer, for a copy that nobody is to hear of, and whose own hooks are nobody else's. Seen: 2.11, 2.13."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
     return optimizer
 
 

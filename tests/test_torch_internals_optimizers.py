@@ -105,8 +105,11 @@ def test_a_step_within_a_step_is_seen() -> None:
 def test_a_copy_without_hooks_leaves_the_original_its_own() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     optimizer.register_step_pre_hook(lambda *_: None)
-    assert not torch_internals.has_step_hooks(torch_internals.without_step_hooks(copy.copy(optimizer)))
-    assert torch_internals.has_step_hooks(optimizer)
+    alone, loaded = torch_internals.without_hooks(copy.copy(optimizer)), []
+    assert not torch_internals.has_step_hooks(alone) and torch_internals.has_step_hooks(optimizer)
+    torch_internals.before_loading(alone, lambda which, _: loaded.append(which))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not loaded
 
 
 def test_fused_steps_are_torchs() -> None:

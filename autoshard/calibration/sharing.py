@@ -29,7 +29,7 @@ class _Work:
     """A matmul and a gather, and the seconds that they take."""
 
     device: torch.device
-    matmul: Callable[[], Tensor]
+    matmul: Callable[[], None]
     gather: Callable[[Tensor], Tensor]
 
     @staticmethod
@@ -37,7 +37,11 @@ class _Work:
         """Of the processes of a group."""
         a, size = torch.randn(256, 256, device=device), dist.get_world_size()
         gather: Callable[..., Tensor] = GATHER_DIRECT if device.type == "cpu" else _functional.all_gather_into_tensor
-        return _Work(device, lambda: a @ a, lambda part: gather(part, size, group))
+
+        def matmul() -> None:
+            a @ a  # let go of at once: of a step's worth the results may be gigabytes
+
+        return _Work(device, matmul, lambda part: gather(part, size, group))
 
     def compute(self, count: int) -> float:
         """So many matmuls."""
@@ -63,7 +67,7 @@ def sharing(device: torch.device, group: str) -> Sharing:
 
 
 def _message(work: _Work) -> tuple[Tensor, float]:
-    """One that takes at most `TOGETHER`, and what it takes."""
+    """The largest that takes at most `TOGETHER`, if one of 4 KiB does, and what it takes."""
     message, taken = torch.zeros(2**21, device=work.device), float("inf")
     work.compute(100)
     work.link(message)  # the first ones warm up

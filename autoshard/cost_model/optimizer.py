@@ -70,7 +70,7 @@ def like(optimizer: Optimizer, groups: Sequence[int | None] | None = None) -> Ca
         made: Optimizer = object.__new__(type(optimizer))
         made.__dict__.update(vars(optimizer))
         made.__dict__.pop("step", None)  # a learning-rate scheduler's, which steps the original
-        made = torch_internals.without_step_hooks(made)
+        made = torch_internals.without_hooks(made)
         made.state = defaultdict(dict)
         there = groups if groups is not None else [0] * len(parameters)
         made.param_groups = [

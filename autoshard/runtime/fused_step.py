@@ -186,8 +186,8 @@ _forgets: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Stepped:
-    """The parameters that a step changes, group by group and all of them, their gradients, and this process's rows of both. They are
-    asked for once: of hundreds of small parameters that takes longer than to step them."""
+    """The parameters that a step changes, group by group and all of them, their gradients, and this process's rows of both. To
+    ask for them takes as long as to step hundreds of small parameters, so `take` does it once."""
 
     groups: list[list[nn.Parameter]]
     parameters: list[nn.Parameter]
@@ -217,14 +217,14 @@ def _stepped_of(group: Options) -> list[nn.Parameter]:
 def _seen(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Any]:
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
     moved or cast stays itself and gets other rows; one that goes to another group stands behind that one's."""
-    values = state_of(optimizer)
+    values = values_of(optimizer)
     by_group = zip(optimizer.param_groups, stepped.groups)
     groups = [each for group, parameters in by_group for each in (group, family.rule(group), *parameters)]
     return [*groups, *values, *stepped.rows, *torch_internals.rows_of_each(values)]
 
 
-def state_of(optimizer: Optimizer) -> list[Any]:
-    """All that it keeps, one after the other; what a user's own keeps apart of dicts is nobody's."""
+def values_of(optimizer: Optimizer) -> list[Any]:
+    """All that its state keeps, one after the other; what a user's own keeps apart of dicts is nobody's."""
     kept = (each for each in optimizer.state.values() if isinstance(each, dict))
     return list(itertools.chain.from_iterable(map(dict.values, kept)))
 

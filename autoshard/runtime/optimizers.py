@@ -125,7 +125,6 @@ def load_rows(optimizer: Optimizer) -> None:
 
 
 def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    _looked_at.pop(optimizer, None)
     groups = zip(optimizer.param_groups, state_dict["param_groups"])
     sharded = {i: p for ours, given in groups for p, i in zip(ours["params"], given["params"]) if isinstance(p, DTensor)}
     state = dict(state_dict["state"])
@@ -134,22 +133,23 @@ def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state}
 
 
-_looked_at: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+_looked_at: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 
 
 def scatter_loaded(optimizer: Optimizer) -> None:
     """The same of what was loaded into an optimizer that nobody here knew of, or put into its state. What was there in the step before
     is not looked at again."""
-    if same_objects(_kept(optimizer), _looked_at.get(optimizer, [])):
+    if same_objects(_tensors(optimizer), [before() for before in _looked_at.get(optimizer, [])]):
         return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
             _take_rows(state, parameter)
-    _looked_at[optimizer] = _kept(optimizer)
+    _looked_at[optimizer] = list(map(weakref.ref, _tensors(optimizer)))
 
 
-def _kept(optimizer: Optimizer) -> list[Any]:
-    return [*optimizer.state, *fused_step.state_of(optimizer)]
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Those that it has state of, and of what that is."""
+    return [value for value in (*optimizer.state, *fused_step.values_of(optimizer)) if isinstance(value, Tensor)]
 
 
 def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
