@@ -133,23 +133,25 @@ def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state}
 
 
-_looked_at: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+_looked_at: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Tensor]]]] = weakref.WeakKeyDictionary()
 
 
 def scatter_loaded(optimizer: Optimizer) -> None:
     """The same of what was loaded into an optimizer that nobody here knew of, or put into its state. What was there in the step before
     is not looked at again."""
-    if same_objects(_tensors(optimizer), [before() for before in _looked_at.get(optimizer, [])]):
+    of, before = _looked_at.get(optimizer, ([], []))
+    if of == list(map(id, optimizer.state)) and same_objects(_tensors(optimizer), [tensor() for tensor in before]):
         return
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
             _take_rows(state, parameter)
-    _looked_at[optimizer] = list(map(weakref.ref, _tensors(optimizer)))
+    # no weak references of parameters: torch casts no module whose parameters have some
+    _looked_at[optimizer] = list(map(id, optimizer.state)), list(map(weakref.ref, _tensors(optimizer)))
 
 
 def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Those that it has state of, and of what that is."""
-    return [value for value in (*optimizer.state, *fused_step.values_of(optimizer)) if isinstance(value, Tensor)]
+    """Those in its state."""
+    return [value for value in fused_step.values_of(optimizer) if isinstance(value, Tensor)]
 
 
 def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
