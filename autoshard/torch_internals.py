@@ -323,9 +323,10 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def before_loading(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
-    """Registers what an optimizer does to a state dict before it loads it; not of one that wraps another and never was made as an
+    """Registers, once, what an optimizer does to a state dict before it loads it; not of one that wraps another and never was made as an
     optimizer is (Accelerate's), which has no place for hooks. Seen: 2.11, 2.13."""
-    if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+    there = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+    if there is not None and hook not in there.values():
         optimizer.register_load_state_dict_pre_hook(hook)
 
 

@@ -50,6 +50,15 @@ def test_a_hook_sees_what_an_optimizer_loads() -> None:
     torch_internals.before_loading(optimizer, lambda _, given: {**given, "param_groups": [{**given["param_groups"][0], "lr": 0.2}]})
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.2
+    seen: list[Any] = []
+
+    def note(which: Any, _: Any) -> None:
+        seen.append(which)
+
+    for _ in range(2):
+        torch_internals.before_loading(optimizer, note)
+    optimizer.load_state_dict(state)
+    assert seen == [optimizer]
 
 
 def test_hooks_around_all_steps_are_seen() -> None:

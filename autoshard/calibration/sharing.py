@@ -50,6 +50,10 @@ class _Work:
     def link(self, part: Tensor) -> float:
         """A gather that all processes begin at once."""
         dist.barrier()
+        return self.gathered(part)
+
+    def gathered(self, part: Tensor) -> float:
+        """A gather from asking for it to having it."""
         return timed(lambda: _functional.wait_tensor(self.gather(part)), self.device)
 
     def wait(self, flying: Tensor) -> float:
@@ -117,9 +121,9 @@ def _behind(work: _Work, step: int, block: int) -> tuple[float, float]:
 
 
 def _after(work: _Work, count: int, part: Tensor) -> float:
-    """A gather from asking for it to having it, after so many matmuls."""
+    """A gather after so many matmuls."""
     work.compute(count)
-    return timed(lambda: _functional.wait_tensor(work.gather(part)), work.device)
+    return work.gathered(part)
 
 
 def _several(found: Sequence[float]) -> float:

@@ -181,7 +181,6 @@ class Held:
 
 
 _held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
-_forgets: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -207,11 +206,7 @@ class Stepped:
 
 def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that a step changes: those with a gradient."""
-    return [p for group in optimizer.param_groups for p in _stepped_of(group)]
-
-
-def _stepped_of(group: Options) -> list[nn.Parameter]:
-    return [p for p in group["params"] if p.grad is not None]
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _seen(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Any]:
@@ -278,7 +273,7 @@ def take(
     if held is None or not held.holds(seen, kinds):
         mastered = getattr(optimizer, "master_weights", False)
         reason = next((r for p in stepped.parameters if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), "")
-        held = Held(seen, kinds, [] if reason else _launches(optimizer, family))
+        held = Held(seen, kinds, [] if reason else _launches(optimizer, family, stepped))
     else:
         reason = ""
     if reason or (reason := _unfit_gradients(stepped, held.kinds)):
@@ -294,9 +289,7 @@ def take(
 def _hold(optimizer: Optimizer, held: Held) -> None:
     """Until other state is loaded, beside which this would be a second one."""
     _held[optimizer] = held
-    if optimizer not in _forgets:
-        _forgets.add(optimizer)
-        torch_internals.before_loading(optimizer, lambda loading, _: forget(loading))
+    torch_internals.before_loading(optimizer, _forget_what_was)
 
 
 def _unfit_gradients(stepped: Stepped, kinds: list[Kind]) -> str:
@@ -326,12 +319,12 @@ def _run(
         rows.grads = []  # which belong to the user
 
 
-def _launches(optimizer: Optimizer, family: Family) -> list[Launch]:
+def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Launch]:
     """Of one device and dtypes each."""
     launches: dict[Any, Launch] = {}
     places = itertools.count()
-    for i, options in enumerate(optimizer.param_groups):
-        for parameter in _stepped_of(options):
+    for i, (options, parameters) in enumerate(zip(optimizer.param_groups, stepped.groups)):
+        for parameter in parameters:
             keys, state = keys_of(optimizer, family, options, parameter), optimizer.state.get(parameter, {})
             first = any(state.get(key) is None for key in keys if key != MASTER)
             if MASTER in keys and not first and state.get(MASTER) is None:  # a state that was kept without
@@ -430,6 +423,10 @@ def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, 
 def forget(optimizer: Optimizer) -> None:
     """Lets go of the tensors that the optimizer had."""
     _held.pop(optimizer, None)
+
+
+def _forget_what_was(optimizer: Optimizer, _: dict[str, Any]) -> None:
+    forget(optimizer)
 
 
 # --- in the place of torch.optim's own step

@@ -113,15 +113,10 @@ def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
         )
 
 
-_loads_rows: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
 def load_rows(optimizer: Optimizer) -> None:
     """From here on state that the optimizer loads whole (each process reads the same file) becomes rows, as its parameter is, before torch
     takes it to its device: one tensor at a time is whole there, and none is kept."""
-    if optimizer not in _loads_rows:
-        _loads_rows.add(optimizer)
-        torch_internals.before_loading(optimizer, _with_rows)
+    torch_internals.before_loading(optimizer, _with_rows)
 
 
 def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
