@@ -49,7 +49,7 @@ from autoshard.passes.manager import PassManager
 from autoshard.passes.name_parameters import refuse_direct_uses, refuse_nested
 from autoshard.plan import Plan
 from autoshard.planning import as_they_will_step, budget_bytes, check_passes_carry_out, check_plan_fits
-from autoshard.runtime import optimizers, processes, scaler
+from autoshard.runtime import loaded, optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.available_memory import available_memory
 from autoshard.runtime.fingerprint import arithmetic
@@ -309,7 +309,7 @@ class FirstCall:
                 for old, new in sharder.shard():
                     repoint.replace(old, new)
                 for optimizer in self.optimizers:
-                    optimizers.load_rows(optimizer)
+                    loaded.load_rows(optimizer)
         except Exception as error:
             final = ShardingError(
                 f"sharding {type(members_of(self.model)[0]).__name__} failed half way ({type(error).__name__}: {error}); "

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from autoshard import torch_internals
 from autoshard.errors import ConfigError, UnsupportedError
-from autoshard.runtime import factored, fused_step
-from autoshard.runtime.fused_step import Family, Gradients
+from autoshard.runtime import factored, families, fused_step
+from autoshard.runtime.families import Family
+from autoshard.runtime.fused_step import Gradients
+from autoshard.runtime.loaded import scatter_loaded
 from autoshard.runtime.norm import norm_of
 from autoshard.runtime.steps import watch_steps
 
@@ -63,7 +65,7 @@ class _Fused(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of this class, or of torch.optim's of the same name."""
-        keys = (*self.family.keys, fused_step.MASTER)
+        keys = (*self.family.keys, families.MASTER)
         given = _loaded(self, super().load_state_dict, state_dict, self.family.settings, keys)
         _widen(self, given)
 
@@ -93,8 +95,8 @@ def _widen(optimizer: _Fused, state_dict: dict[str, Any]) -> None:
     """torch gives what it loads the dtype of the parameter, which a master and what goes with it have not."""
     for group, loaded in zip(optimizer.param_groups, state_dict["param_groups"]):
         for parameter, index in zip(group["params"], loaded["params"]):
-            if fused_step.MASTER not in fused_step.keys_of(optimizer, optimizer.family, group, parameter):
-                optimizer.state.get(parameter, {}).pop(fused_step.MASTER, None)  # of one that had them
+            if families.MASTER not in families.keys_of(optimizer, optimizer.family, group, parameter):
+                optimizer.state.get(parameter, {}).pop(families.MASTER, None)  # of one that had them
                 continue
             state, given = optimizer.state[parameter], state_dict["state"].get(index, {})
             for key in state.keys() & given.keys() - {"step"}:
@@ -142,7 +144,7 @@ torch_internals.takes_scaled_gradients(_Fused)
 class AdamW(_Fused, optim.AdamW):
     """torch.optim.AdamW in one pass over memory. Source: arXiv 1711.05101."""
 
-    family = fused_step.ADAM
+    family = families.ADAM
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class AdamW(_Fused, optim.AdamW):
 class Adam(_Fused, optim.Adam):
     """torch.optim.Adam in one pass over memory. Source: arXiv 1412.6980."""
 
-    family = fused_step.ADAM
+    family = families.ADAM
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class Adam(_Fused, optim.Adam):
 class SGD(_Fused, optim.SGD):
     """torch.optim.SGD in one pass over memory."""
 
-    family = fused_step.SGD
+    family = families.SGD
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class Lion(_Fused):
     lr: a third to a tenth of AdamW's. betas: of the mean whose sign is taken, and of the mean that is kept.
     """
 
-    family = fused_step.LION
+    family = families.LION
 
     def __init__(
         self,
@@ -270,6 +272,7 @@ class Adafactor(optim.Adafactor):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
         loss = _loss_of(closure)
+        scatter_loaded(self)
         if reason := factored.why_not(fused_step.stepped_by(self)):
             raise UnsupportedError(f"autoshard.optim.Adafactor cannot step {reason}")
         scale = None

@@ -58,6 +58,11 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
                     f"compiling {name} failed, which suppress_errors of Dynamo's config hides, so processes would "
                     "silently differ; set it to False to see why"
                 )
+            if torch_internals.gave_up_on(module):
+                raise DivergenceError(
+                    f"{name} was not compiled: of models of one class Dynamo compiles at most {torch_internals.recompile_limit()} in one "
+                    "process (its recompile_limit), so processes would silently differ. Call torch.compiler.reset() before each further model"
+                )
             raise DivergenceError(
                 f"{name} was compiled with autoshard, but torch.compile never gave it a graph, so processes would silently differ. "
                 "Call what torch.compile returned, not the module itself; what is written in torch.nn and compiled in place Dynamo "

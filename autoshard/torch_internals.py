@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,10 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch._decomp import get_decompositions  # seen: 2.11, 2.13
 from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
-from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
+from torch._dynamo.eval_frame import (  # seen: 2.11, 2.13; the first: what torch.compile returns
+    OptimizedModule,
+    _debug_get_cache_entry_list,
+)
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
     TensorifyScalarRestartAnalysis,  # seen: 2.11, 2.13; Dynamo lets it through from a backend and traces again
@@ -75,6 +79,7 @@ __all__ = [
     "first_cause",
     "fused_adam",
     "fused_sgd",
+    "gave_up_on",
     "gives_nothing",
     "gloo_in_turn",
     "gradient_places",
@@ -97,6 +102,7 @@ __all__ = [
     "kept_buffers",
     "leave_as_they_lie",
     "leave_open",
+    "lie_alike",
     "like_rows",
     "module_call",
     "module_path",
@@ -138,6 +144,9 @@ __all__ = [
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # seen: 2.11, 2.13; what Dynamo's graphs call where gradients go off and on
 # Whether autograd holds what it gives a compiled backward until that returns. Seen: 2.11 does; 2.13 hands it over in a box.
 HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+_ROWS, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
 class ThroughDynamo(ShortenTraceback):
@@ -371,12 +380,24 @@ def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> No
 
 def rows_of_each(tensors: Sequence[Any]) -> list[Any]:
     """This process's part of each of these, as the object that a DTensor holds; anything else as it is. Seen: 2.11, 2.13."""
-    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    kinds = set(map(type, tensors))
+    if kinds == {DTensor}:
+        return list(map(_ROWS, tensors))
+    sharded = any(issubclass(kind, DTensor) for kind in kinds)
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors] if sharded else list(tensors)
 
 
 def placements_of_each(tensors: Sequence[Any]) -> list[Any]:
     """How each of these lies on processes; None of what is no DTensor. Seen: 2.11, 2.13."""
     return [t._spec.placements if isinstance(t, DTensor) else None for t in tensors]
+
+
+def lie_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether each of these lies on processes as its counterpart. Gradients mostly have the very spec of their parameters
+    (`like_rows`). Seen: 2.11, 2.13."""
+    if {*map(type, some), *map(type, others)} == {DTensor} and all(map(is_, map(_SPEC, some), map(_SPEC, others))):
+        return True
+    return placements_of_each(some) == placements_of_each(others)
 
 
 def each_divided(tensors: list[torch.Tensor], by: torch.Tensor) -> list[torch.Tensor]:
@@ -411,6 +432,13 @@ def takes_scaled_gradients(kind: type[torch.optim.Optimizer]) -> None:
 def recompile_limit() -> int:
     """How many graphs Dynamo compiles for one function; what comes after runs as plain Python."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def gave_up_on(module: torch.nn.Module) -> bool:
+    """Whether Dynamo has as many graphs of a module's forward as it keeps of a function, and compiles no more of it. Those of models
+    that are gone count too. Seen: 2.11, 2.13."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and len(_debug_get_cache_entry_list(code)) >= recompile_limit()
 
 
 def suppressed_errors() -> bool:

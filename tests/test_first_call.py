@@ -282,6 +282,25 @@ def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str)
         assert says in text
 
 
+def one_after_the_other(reset: bool) -> str:
+    """More models of a class than Dynamo compiles."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            if reset:
+                torch.compiler.reset()
+            model = Layer()
+            compiled, optimizer = torch.compile(model, backend=autoshard.backend(CONFIG)), torch.optim.SGD(model.parameters(), lr=0.1)
+            compiled(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+    return "all were trained"
+
+
+def test_more_models_than_dynamo_compiles_do_not_train_apart(two: Cluster) -> None:
+    for text in two.run(what_is_said, one_after_the_other, False):
+        assert "Layer was not compiled: of models of one class Dynamo compiles at most 2" in text
+    assert two.run(one_after_the_other, True) == ["all were trained"] * 2
+
+
 @pytest.mark.parametrize("said", [{"mode": "reduce-overhead"}, {"options": {"max_autotune": True}}])
 @pytest.mark.parametrize("compile", [torch.compile, lambda model, **given: model.compile(**given) or model])
 def test_what_inductor_alone_can_be_told_is_refused(compile: Callable[..., Any], said: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from autoshard.kernels.source import load
 from autoshard.kernels.tuning import Tile
 from autoshard.optim import Lion
 from autoshard.runtime import fused_step
-from autoshard.runtime.fused_step import FAMILIES, LION, Family, Gradients
+from autoshard.runtime.families import FAMILIES, LION, Family
+from autoshard.runtime.fused_step import Gradients
 from tests.kernels import EPSILON, apart, compiled_as, spilled
 from tests.small import in_full, same
 

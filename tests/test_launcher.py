@@ -16,7 +16,7 @@ import autoshard
 from autoshard.errors import UnsupportedError
 from autoshard.kernels import launcher
 from autoshard.kernels.adafactor import Passes
-from autoshard.runtime import factored, fused_step
+from autoshard.runtime import factored, families, fused_step
 from autoshard.torch_internals import FakeTensorMode
 
 pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_headers_are_looked_for_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_step_that_cannot_be_launched_is_left_to_torch() -> None:
     parameter = on_a_gpu(4)
     optimizer = optim.AdamW([parameter])
-    assert fused_step.take(optimizer, fused_step.ADAM).startswith("on a GPU without a C compiler")
+    assert fused_step.take(optimizer, families.ADAM).startswith("on a GPU without a C compiler")
     assert not fused_step.take_over(autoshard.fuse(optimizer), closure=False) and not optimizer.state
     ours = autoshard.optim.AdamW([parameter])
     with pytest.raises(UnsupportedError, match="cannot step on a GPU without a C compiler .*; torch.optim's may"):

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import autoshard
 from autoshard.errors import ConfigError, UnsupportedError
-from autoshard.runtime import fused_step
+from autoshard.runtime import families, fused_step
 from autoshard.runtime.norm import norm_of
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
@@ -216,7 +216,7 @@ def test_clipping_leaves_the_gradient_and_sees_large_half_ones() -> None:
 def test_lion_shows_what_is_no_number(interpret: bool) -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.full_like(parameter, torch.nan)
-    assert not fused_step.take(autoshard.optim.Lion([parameter]), fused_step.LION, interpret=interpret)
+    assert not fused_step.take(autoshard.optim.Lion([parameter]), families.LION, interpret=interpret)
     assert bool(parameter.isnan().all())
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoshard
-from autoshard.runtime import optimizers
+from autoshard.runtime import loaded
 from autoshard.runtime.local_step import can_step_locally
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
@@ -222,7 +222,7 @@ def strange_rows_looked_for() -> int:
     optimizer = optim.AdamW(model.parameters())
     for _ in range(2):
         compiled(inputs_of(1)[0][dist.get_rank()]).backward()
-        with mock.patch.object(optimizers, "refuse_strange_rows") as looked_for:
+        with mock.patch.object(loaded, "refuse_strange_rows") as looked_for:
             optimizer.step()
     return sum(isinstance(call.args[1], DTensor) for call in looked_for.call_args_list)
 

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard import torch_internals
+from tests.cluster import Cluster
 from tests.small import same
 
 
@@ -167,3 +171,17 @@ def test_a_scaler_leaves_scaled_gradients_to_an_optimizer_that_takes_them() -> N
     scaler.step(optimizer)
     assert optimizer.found == [(8.0, 0.0)]
     assert parameter.grad is not None and parameter.grad.tolist() == [8.0, 8.0]
+
+
+def laid_out() -> list[bool]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows, other = (distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]) for _ in range(2))
+    whole, like = distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]), torch_internals.like_rows(rows)(torch.ones(1, 2))
+    found = [torch_internals.lie_alike([rows], [each]) for each in (rows, like, other, whole, torch.ones(2, 2))]
+    local = torch_internals.rows_of_each([rows, whole, like])
+    return [*found, all(ours is each._local_tensor for ours, each in zip(local, (rows, whole, like)))]
+
+
+def test_tensors_lie_alike_whose_placements_are_equal(two: Cluster) -> None:
+    assert torch_internals.lie_alike([torch.ones(2)], [torch.ones(3)])
+    assert two.run(laid_out) == [[True, True, True, False, False, True]] * 2

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,15 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
-from autoshard.kernels import launcher, multi_tensor, rule, source
+from autoshard.kernels import launcher, multi_tensor, source
 from autoshard.kernels.multi_tensor import Kernel, Tensors
 from autoshard.kernels.rule import Rule, evaluate
+from autoshard.runtime.counted import Counted
 from autoshard.runtime.dtensors import local
+from autoshard.runtime.families import FAMILIES, MASTER, Family, Options, Rows, keys_of
+from autoshard.runtime.loaded import scatter_loaded, values_of
 
-Options = Mapping[str, Any]  # of a parameter group
-Kind = tuple[tuple[Any, ...], Any]  # how rows are, and how they lie on processes
+_GRADIENT = operator.attrgetter("grad")
 _HOW = operator.attrgetter("dtype", "layout", "device")
-MASTER = "master"  # the key of one in an optimizer's state
 
 
 @dataclass(frozen=True)
@@ -46,141 +46,24 @@ class Gradients:
     infinite: Tensor | None = None
 
 
-@dataclass
-class Rows:
-    """What one launch works on, in lists that run in parallel. states: by torch.optim's keys. copies: parameters of less
-    precision than what is stepped in their place, see [Note: Masters]; mostly none.
-    """
-
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    states: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    copies: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of optimizer, by the options of a parameter group.
-
-    keys: of all that may be kept of a parameter. settings: the numbers in its formulas. on_cpu: torch's fused function; None
-    where torch has none. first: options that hold in a parameter's first step. halves: whether `on_cpu` is right for bf16 and fp16.
-    """
-
-    keys: tuple[str, ...]
-    rule: Callable[[Options], Rule]
-    settings: Callable[[Options], dict[str, float]]
-    on_cpu: Callable[[Rows, Options, Tensor | None], None] | None
-    first: Options = field(default_factory=dict)
-    halves: bool = True
-
-    def function_for(self, dtype: torch.dtype) -> Callable[[Rows, Options, Tensor | None], None] | None:
-        """torch's, for parameters of this dtype on a CPU; None where that has to go by the formulas."""
-        return self.on_cpu if self.halves or dtype not in multi_tensor.HALVES else None
-
-
-# --- the kinds
-
-
-def _adam_rule(options: Options) -> Rule:
-    return rule.adam(
-        decoupled=options["decoupled_weight_decay"],
-        weight_decay=bool(options["weight_decay"] != 0),
-        amsgrad=options["amsgrad"],
-        maximize=options["maximize"],
-    )
-
-
-def _adam_settings(options: Options) -> dict[str, float]:
-    beta1, beta2 = map(float, options["betas"])
-    return {**_numbers(options, "lr", "weight_decay", "eps"), "beta1": beta1, "beta2": beta2}
-
-
-def _adam_on_cpu(rows: Rows, options: Options, infinite: Tensor | None) -> None:
-    beta1, beta2 = options["betas"]
-    states = [rows.states.get(key, []) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
-    torch_internals.fused_adam(
-        (rows.params, rows.grads, *states, rows.steps),
-        decoupled=options["decoupled_weight_decay"],
-        beta1=beta1,
-        beta2=beta2,
-        found_inf=infinite,
-        **{name: options[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")},
-    )
-
-
-def _sgd_rule(options: Options) -> Rule:
-    return rule.sgd(
-        weight_decay=bool(options["weight_decay"] != 0),
-        momentum=bool(options["momentum"] != 0),
-        nesterov=options["nesterov"],
-        maximize=options["maximize"],
-    )
-
-
-def _sgd_settings(options: Options) -> dict[str, float]:
-    return _numbers(options, "lr", "weight_decay", "momentum", "dampening")
-
-
-def _sgd_on_cpu(rows: Rows, options: Options, infinite: Tensor | None) -> None:
-    torch_internals.fused_sgd(
-        (rows.params, rows.grads, rows.states.get("momentum_buffer", [])),
-        found_inf=infinite,
-        **{name: options[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")},
-    )
-
-
-def _lion_rule(options: Options) -> Rule:
-    return rule.lion(weight_decay=bool(options["weight_decay"] != 0), maximize=options["maximize"])
-
-
-def _lion_settings(options: Options) -> dict[str, float]:
-    beta1, beta2 = map(float, options["betas"])
-    return {**_numbers(options, "lr", "weight_decay"), "beta1": beta1, "beta2": beta2}
-
-
-def _numbers(options: Options, *names: str) -> dict[str, float]:
-    return {name: float(options[name]) for name in names}
-
-
-ADAM = Family(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), _adam_rule, _adam_settings, _adam_on_cpu)
-SGD = Family(("momentum_buffer",), _sgd_rule, _sgd_settings, _sgd_on_cpu, {"dampening": 0.0}, halves=False)
-LION = Family(("exp_avg",), _lion_rule, _lion_settings, None)
-FAMILIES: dict[type[Optimizer], Family] = {optim.Adam: ADAM, optim.AdamW: ADAM, optim.SGD: SGD}
-
-
-# --- the step
-
-
 @dataclass(eq=False)
 class Launch:
-    """What steps together. first: it is these parameters' first step. places: theirs among all that step."""
+    """What steps together. first: it is these parameters' first step. places: theirs among all that step. counted: their steps, where
+    these are counted at once."""
 
     options: dict[str, Any]
     first: bool
     parameters: list[nn.Parameter] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     rows: Rows = field(default_factory=Rows)
+    counted: Counted | None = None
     sent: multi_tensor.Sent = field(default_factory=multi_tensor.Sent)
 
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """An optimizer's launches, which take longer to lay out than to run. They hold as long as it has the same tensors:
-    seen, all of them. kinds: its parameters'."""
-
-    seen: list[Any]
-    kinds: list[Kind]
-    launches: list[Launch]
-
-    def holds(self, seen: list[Any], kinds: list[Kind]) -> bool:
-        """Whether these are the same objects, which lie as they did, and so are parameters."""
-        same = same_objects(seen, self.seen) and kinds == self.kinds
-        lying = (p for launch in self.launches for p in (*launch.rows.params, *launch.rows.copies))
-        return same and all(map(Tensor.is_contiguous, lying))
-
-
-_held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+    @property
+    def stays(self) -> bool:
+        """Whether its rows and counts lie as they did."""
+        lying = all(map(Tensor.is_contiguous, itertools.chain(self.rows.params, self.rows.copies)))
+        return lying and (self.counted is None or self.counted.stays)
 
 
 @dataclass(frozen=True)
@@ -197,11 +80,18 @@ class Stepped:
     @staticmethod
     def by(optimizer: Optimizer) -> Stepped:
         """Those with a gradient."""
-        pairs = [[(p, p.grad) for p in group["params"]] for group in optimizer.param_groups]
-        groups = [[p for p, grad in each if grad is not None] for each in pairs]
-        gradients = [grad for each in pairs for _, grad in each if grad is not None]
-        parameters, rows_of_each = list(itertools.chain.from_iterable(groups)), torch_internals.rows_of_each
+        found = [_with_gradients(group["params"]) for group in optimizer.param_groups]
+        groups = [parameters for parameters, _ in found]
+        parameters, gradients = list(itertools.chain.from_iterable(groups)), [grad for _, each in found for grad in each]
+        rows_of_each = torch_internals.rows_of_each
         return Stepped(groups, parameters, rows_of_each(parameters), gradients, rows_of_each(gradients))
+
+
+def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[Any]]:
+    gradients = list(map(_GRADIENT, parameters))
+    if all(map(operator.is_not, gradients, itertools.repeat(None))):
+        return parameters, gradients
+    return [p for p, grad in zip(parameters, gradients) if grad is not None], [grad for grad in gradients if grad is not None]
 
 
 def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -209,29 +99,43 @@ def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An optimizer's launches, which take longer to lay out than to run. They hold as long as it has the same objects: seen, all of
+    them. how: its parameters' rows are. plain: those that are parameters themselves, which a cast leaves the same objects."""
+
+    seen: list[Any]
+    how: list[list[Any]]
+    plain: tuple[list[Tensor], list[list[Any]]]
+    launches: list[Launch]
+
+    @staticmethod
+    def of(optimizer: Optimizer, family: Family, stepped: Stepped, launches: list[Launch]) -> Held:
+        """Of what was laid out for a step."""
+        plain: list[Tensor] = [rows for rows, parameter in zip(stepped.rows, stepped.parameters) if rows is parameter]
+        return Held(_seen(optimizer, family, stepped), _how(stepped.rows), (plain, _how(plain)), launches)
+
+    def holds(self, optimizer: Optimizer, family: Family, stepped: Stepped) -> bool:
+        """Whether the next step goes by them too."""
+        seen, (plain, how) = _seen(optimizer, family, stepped), self.plain
+        same = len(seen) == len(self.seen) and all(map(operator.is_, seen, self.seen)) and _how(plain) == how
+        return same and all(launch.stays for launch in self.launches)
+
+
+_held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+
+
 def _seen(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Any]:
     """All objects that the layout of its step depends on. A rule is one object for the same options; a parameter that is
     moved or cast stays itself and gets other rows; one that goes to another group stands behind that one's."""
-    values = values_of(optimizer)
     by_group = zip(optimizer.param_groups, stepped.groups)
     groups = [each for group, parameters in by_group for each in (group, family.rule(group), *parameters)]
-    return [*groups, *values, *stepped.rows, *torch_internals.rows_of_each(values)]
+    return [*groups, *values_of(optimizer), *stepped.rows]
 
 
-def values_of(optimizer: Optimizer) -> list[Any]:
-    """All that its state keeps, one after the other; what a user's own keeps apart of dicts is nobody's."""
-    kept = (each for each in optimizer.state.values() if isinstance(each, dict))
-    return list(itertools.chain.from_iterable(map(dict.values, kept)))
-
-
-def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the very same, in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _kinds(tensors: Sequence[Any], rows: Sequence[Tensor]) -> list[Kind]:
-    """In what a gradient must be as its parameter is."""
-    return list(zip(map(_HOW, rows), torch_internals.placements_of_each(tensors)))
+def _how(rows: Sequence[Tensor]) -> list[list[Any]]:
+    """In what a gradient must be as its parameter is; no tuple of each, which would have Python collect garbage in each step."""
+    return [list(map(operator.attrgetter(name), rows)) for name in ("dtype", "layout", "device")]
 
 
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:
@@ -269,14 +173,14 @@ def take(
     if reason := while_captured():
         return reason
     stepped = Stepped.by(optimizer)
-    seen, kinds, held = _seen(optimizer, family, stepped), _kinds(stepped.parameters, stepped.rows), _held.get(optimizer)
-    if held is None or not held.holds(seen, kinds):
+    held = _held.get(optimizer)
+    if held is None or not held.holds(optimizer, family, stepped):
+        scatter_loaded(optimizer)
         mastered = getattr(optimizer, "master_weights", False)
-        reason = next((r for p in stepped.parameters if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), "")
-        held = Held(seen, kinds, [] if reason else _launches(optimizer, family, stepped))
-    else:
-        reason = ""
-    if reason or (reason := _unfit_gradients(stepped, held.kinds)):
+        if reason := next((r for p in stepped.parameters if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), ""):
+            return reason
+        held = Held.of(optimizer, family, stepped, _launches(optimizer, family, stepped))
+    if reason := _unfit_gradients(stepped, held.how):
         return reason
     _run(optimizer, family, held.launches, stepped, gradients(), interpret)
     # so that a graph of before the step, which may have saved either, does not go backward unnoticed
@@ -292,13 +196,15 @@ def _hold(optimizer: Optimizer, held: Held) -> None:
     torch_internals.before_loading(optimizer, _forget_what_was)
 
 
-def _unfit_gradients(stepped: Stepped, kinds: list[Kind]) -> str:
-    given = _kinds(stepped.gradients, stepped.gradient_rows)
-    if given == kinds:
+def _unfit_gradients(stepped: Stepped, how: list[list[Any]]) -> str:
+    if _how(stepped.gradient_rows) == how and torch_internals.lie_alike(stepped.gradients, stepped.parameters):
         return ""
-    i = next(i for i, (ours, its) in enumerate(zip(kinds, given)) if ours != its)
-    ours, its = ((*how, placements) for how, placements in (kinds[i], given[i]))
-    return f"a parameter of shape {tuple(stepped.parameters[i].shape)}, {ours}, with a gradient that is {its}"
+    ours, given = (list(map(_HOW, rows)) for rows in (stepped.rows, stepped.gradient_rows))
+    placements = (torch_internals.placements_of_each(tensors) for tensors in (stepped.parameters, stepped.gradients))
+    for p, one, other, *at in zip(stepped.parameters, ours, given, *placements):
+        if (one, at[0]) != (other, at[1]):
+            return f"a parameter of shape {tuple(p.shape)}, {(*one, at[0])}, with a gradient that is {(*other, at[1])}"
+    return ""
 
 
 def _run(
@@ -310,8 +216,9 @@ def _run(
         rows = _with_state(optimizer, family, launch) if launch.first else launch.rows
         rows.grads = [stepped.gradient_rows[i].contiguous() for i in launch.places]
         options = {**launch.options, **family.first} if launch.first else launch.options
-        if rows.steps:
-            torch_internals.add_to_each(rows.steps, 1.0 if gradients.infinite is None else 1.0 - gradients.infinite)
+        counts = rows.steps if launch.counted is None else [launch.counted.all]
+        if counts:
+            torch_internals.add_to_each(counts, 1.0 if gradients.infinite is None else 1.0 - gradients.infinite)
         if rows.params[0].device.type == "cpu" and not interpret:
             _on_cpu(family, options, rows, gradients)
         else:
@@ -339,7 +246,18 @@ def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[La
             launch.places.append(next(places))
             if not first:
                 _add(launch.rows, parameter, state, keys)
+    for launch in launches.values():
+        _count_at_once(optimizer, launch)
     return list(launches.values())
+
+
+def _count_at_once(optimizer: Optimizer, launch: Launch) -> None:
+    """See [Note: Counted]."""
+    launch.counted = Counted.of(launch.rows.steps)
+    if launch.counted is not None:
+        launch.rows.steps = launch.counted.each
+        for parameter, count in zip(launch.parameters, launch.counted.each):
+            optimizer.state[parameter]["step"] = count
 
 
 def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
@@ -368,12 +286,6 @@ def _begun(parameter: nn.Parameter, key: str, mastered: bool) -> Tensor:
     if key == MASTER:
         return parameter.detach().to(torch.float32)
     return torch.zeros_like(parameter, dtype=torch.float32 if mastered else None)
-
-
-def keys_of(optimizer: Optimizer, family: Family, options: Options, parameter: Tensor) -> tuple[str, ...]:
-    """All that is kept of a parameter."""
-    mastered = getattr(optimizer, "master_weights", False) and parameter.dtype in multi_tensor.HALVES
-    return (*family.rule(options).keys, *((MASTER,) if mastered else ()))
 
 
 def _on_cpu(family: Family, options: Options, rows: Rows, gradients: Gradients) -> None:

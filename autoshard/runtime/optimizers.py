@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Optimizer
 
-from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive, thawed
 from autoshard.kernels.multi_tensor import HALVES
 from autoshard.runtime import factored, fused_step
 from autoshard.runtime.buffers import take_rank_0_s
-from autoshard.runtime.dtensors import refuse_strange_rows
-from autoshard.runtime.fused_step import same_objects
+from autoshard.runtime.loaded import like_parameter
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
 
 # Seen on torch 2.11 and 2.13: Adafactor, Rprop and Adagrad raise inside DTensor, Muon skips DTensors without a word.
@@ -113,64 +111,6 @@ def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
         )
 
 
-def load_rows(optimizer: Optimizer) -> None:
-    """From here on state that the optimizer loads whole (each process reads the same file) becomes rows, as its parameter is, before torch
-    takes it to its device: one tensor at a time is whole there, and none is kept."""
-    torch_internals.before_loading(optimizer, _with_rows)
-
-
-def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    groups = zip(optimizer.param_groups, state_dict["param_groups"])
-    sharded = {i: p for ours, given in groups for p, i in zip(ours["params"], given["params"]) if isinstance(p, DTensor)}
-    state = dict(state_dict["state"])
-    for i in sharded.keys() & state.keys():
-        state[i] = _take_rows(dict(state[i]), sharded[i])
-    return {**state_dict, "state": state}
-
-
-_looked_at: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Tensor]]]] = weakref.WeakKeyDictionary()
-
-
-def scatter_loaded(optimizer: Optimizer) -> None:
-    """The same of what was loaded into an optimizer that nobody here knew of, or put into its state. What was there in the step before
-    is not looked at again."""
-    of, before = _looked_at.get(optimizer, ([], []))
-    if of == list(map(id, optimizer.state)) and same_objects(_tensors(optimizer), [tensor() for tensor in before]):
-        return
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, DTensor):
-            _take_rows(state, parameter)
-    # no weak references of parameters: torch casts no module whose parameters have some
-    _looked_at[optimizer] = list(map(id, optimizer.state)), list(map(weakref.ref, _tensors(optimizer)))
-
-
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Those in its state."""
-    return [value for value in fused_step.values_of(optimizer) if isinstance(value, Tensor)]
-
-
-def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
-    """Rows take the places of whole tensors in the state of a sharded parameter."""
-    for key, value in state.items():
-        if isinstance(value, DTensor) and value.device_mesh is parameter.device_mesh:
-            continue  # rows of ours, as nearly all are in each step
-        refuse_strange_rows(f"{key} of an optimizer's state", value, parameter)
-        if _like_parameter(key, value, parameter):
-            state[key] = _rows_of(value, parameter)
-    return state
-
-
-def _rows_of(value: Tensor, parameter: DTensor) -> Tensor:
-    made = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    rows = made.to_local()
-    return made.clone() if rows.untyped_storage().nbytes() > rows.nbytes else made  # a view would keep the whole
-
-
-def _like_parameter(key: str, value: Any, parameter: Tensor) -> bool:
-    whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return whole and key != "step" and value.shape == parameter.shape
-
-
 class Repointer:
     """Points optimizers at the shards, parameter by parameter; their state becomes rank 0's, as parameters do."""
 
@@ -197,7 +137,7 @@ def _rank_0_s(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any
     """State of `old` on rank 0, lying as `new` does if it is of its size."""
     if not isinstance(value, Tensor):
         return value
-    if isinstance(new.data, DTensor) and _like_parameter(key, value, old):
+    if isinstance(new.data, DTensor) and like_parameter(key, value, old):
         return distribute_tensor(value, new.data.device_mesh, new.data.placements)
     sent = value.to(new.device)  # steps are counted on the CPU, from which NCCL does not send
     take_rank_0_s(sent)

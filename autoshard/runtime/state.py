@@ -183,17 +183,19 @@ class ModelState:
             self._load = missing
             self.come(f"load_state_dict, of {name!r} and what follows")
 
-    def check_step(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    def check_step(self, optimizer: Optimizer, stepped: Callable[[], Sequence[nn.Parameter]]) -> None:
         """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
-        would drift apart. stepped: the parameters of the optimizer that have gradients."""
+        would drift apart. stepped: gives the parameters of the optimizer that have gradients."""
         if self.accumulation.waiting():
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
         if stands_still(optimizer):
             return
-        refuse_lost(self.residues, stepped)
-        if apart := {*map(id, stepped)} & self.ids.keys() - self.compiled:
+        if self.residues:
+            refuse_lost(self.residues, stepped())
+        never = self.ids.keys() - self.compiled
+        if never and (apart := {*map(id, stepped())} & never):
             raise DivergenceError(
                 f"parameter {min(map(self.ids.__getitem__, apart))!r} got a gradient outside of any graph that autoshard compiled, so "
                 "processes would silently differ; see torch.compile's graph breaks (TORCH_LOGS=graph_breaks)"
@@ -220,8 +222,8 @@ def copies() -> list[ModelState]:
 
 def stepped_by(optimizer: Optimizer) -> list[ModelState]:
     """The states of the models whose parameters an optimizer has, in the same order on all processes."""
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [state for state in _live if not parameters.isdisjoint(state.ids)]
+    parameters = [group["params"] for group in optimizer.param_groups]
+    found = [state for state in _live if any(id(p) in state.ids for p in itertools.chain.from_iterable(parameters))]
     return sorted(found, key=lambda state: (state.topic, state.number))
 
 

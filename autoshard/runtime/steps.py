@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
 from autoshard.runtime import beside, factored, fused_step, local_step, scaler
+from autoshard.runtime.loaded import load_rows, scatter_loaded
 from autoshard.runtime.lost_peers import naming_lost_peers
-from autoshard.runtime.optimizers import check_steps_on_shards, load_rows, scatter_loaded, stands_still
+from autoshard.runtime.optimizers import check_steps_on_shards, stands_still
 from autoshard.runtime.state import ModelState, any_live, stepped_by
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -44,7 +45,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     closure = kwargs.get("closure", next(iter(args[1:]), None))  # args[0] is the optimizer
     if sharded:
         check_steps_on_shards(optimizer, closure is not None)
-        scatter_loaded(optimizer)
         load_rows(optimizer)
     if not callable(closure):
         _check_gradients(optimizer, states)
@@ -95,18 +95,24 @@ def _checked(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[[], 
 
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
-    stepped = fused_step.stepped_by(optimizer)
+    stepped = functools.cache(lambda: fused_step.stepped_by(optimizer))  # which most steps need not ask
     for state in states:
         state.check_step(optimizer, stepped)
+    if states and not stands_still(optimizer):
+        _refuse_strangers(optimizer, states)
+    if any(state.plan.sharded for state in states) and torch_internals.is_scaled_step():
+        scaler.check(stepped())
+
+
+def _refuse_strangers(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
     known = set[int]().union(*(state.ids for state in states))
-    if states and not known.issuperset(map(id, stepped)) and not stands_still(optimizer):
-        strange = next(p for p in stepped if id(p) not in known)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = () if known.issuperset(map(id, parameters)) else (p for p in parameters if id(p) not in known and p.grad is not None)
+    for parameter in strange:
         raise DivergenceError(
-            f"the optimizer steps a parameter of shape {tuple(strange.shape)} that is in no model compiled with "
+            f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
         )
-    if any(state.plan.sharded for state in states):
-        scaler.check(stepped)
 
 
 def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> tuple[str, bool]:
@@ -115,6 +121,8 @@ def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> tu
         return how, False
     if (fuses or optimizer in fused_step.asked_for) and fused_step.take_over(optimizer, closure):
         return "all parameters at once", True
+    if sharded:
+        scatter_loaded(optimizer)
     if (sharded or fuses or optimizer in fused_step.asked_for) and factored.take_over(optimizer, closure, sharded):
         return factored.HOW, True
     if sharded and local_step.take_over(optimizer, closure):
