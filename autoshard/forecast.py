@@ -50,7 +50,8 @@ from autoshard.passes.choose_recompute import (
 from autoshard.passes.choose_unshard import copies_of, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.partition_activations import ALL, Parted, parted
-from autoshard.plan import Plan, Traffic
+from autoshard.plan import Plan
+from autoshard.prediction import Traffic
 from autoshard.rehearsal import (
     DEFAULT,
     Kind,

@@ -14,6 +14,7 @@ from typing import Any
 
 from autoshard.dtypes import LEGAL
 from autoshard.errors import PlanError, nearest
+from autoshard.prediction import Prediction, Traffic
 
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
@@ -113,62 +114,6 @@ class ParameterGroup:
             raise PlanError(
                 f"plan: group {self.name!r}: reduction: {self.reduction!r} is not legal; legal: {', '.join(REDUCTIONS)}"
             )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """One kind of collective of a step: what, how many messages, bytes that one process sends."""
-
-    collective: str
-    phase: str
-    messages: int
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the cost model says of a plan, for one process and one step.
-
-    memory: bytes by category at the moment of the peak. reserved: bytes that CUDA's caching allocator then has from the
-    driver, at most; None where there is no such allocator or nothing was simulated. place: that moment, an operation and the model's line. error: by
-    how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
-    step, by part: compute, waiting for collectives, the optimizer, what Python does for each parameter, and how much longer it takes
-    to launch all that; none where they were not simulated. seconds_error, reserved_error: as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
-    known. accumulating: bytes at the peak of a step whose gradients are added to those of an earlier one; None where it was not simulated.
-    """
-
-    memory: dict[str, int] = field(default_factory=dict)
-    traffic: tuple[Traffic, ...] = ()
-    unknown: tuple[str, ...] = ()
-    place: str = ""
-    error: tuple[float, float] | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    seconds_error: tuple[float, float] | None = None
-    reserved: int | None = None
-    reserved_error: tuple[float, float] | None = None
-    budget: int | None = None
-    accumulating: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes at once, of the categories that are known."""
-        return sum(self.memory.values())
-
-    @property
-    def footprint(self) -> int:
-        """Bytes that the device has to have for that: what its allocator holds, fragments in it, where that is known."""
-        return max(self.peak_bytes, self.reserved or 0)
-
-    @property
-    def step_seconds(self) -> float | None:
-        """A whole step; None if it was not simulated."""
-        return sum(self.seconds.values()) if self.seconds else None
-
-    @property
-    def communication_seconds(self) -> float:
-        """Time on the wire if nothing overlaps."""
-        return sum(t.seconds for t in self.traffic)
 
 
 @dataclass(frozen=True)

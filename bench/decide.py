@@ -41,7 +41,7 @@ from autoshard.forecast import Forecaster  # noqa: E402
 from autoshard.passes.choose_blocks import blocks_of  # noqa: E402
 from autoshard.passes.choose_recompute import Block, Option, choose_with_spare  # noqa: E402
 from autoshard.passes.choose_zero import Circumstances, make_plan  # noqa: E402
-from autoshard.plan import Prediction  # noqa: E402
+from autoshard.prediction import Prediction  # noqa: E402
 
 BATCH, LARGE = 4, 32
 BUDGETS = (0.8, 0.6)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.plan import Prediction
+from autoshard.prediction import Prediction
 from tests.small import step_each
 
 HELD = ("parameters", "optimizer", "buffers", "inputs")  # between steps

@@ -17,8 +17,9 @@ from autoshard.inventory import take_inventory
 from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.overlap import Overlap
-from autoshard.plan import Plan, Prediction
+from autoshard.plan import Plan
 from autoshard.planning import first_look
+from autoshard.prediction import Prediction
 from tests.cluster import Cluster
 from tests.models import DEEP
 from tests.parity import measure

@@ -17,8 +17,6 @@ programs. So what is summed so is a result, never read in the kernel, and its ro
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +25,26 @@ from typing import Any
 import sympy
 import torch
 from sympy import Expr, Integer
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from autoshard.kernels.multi_tensor import HALVES, TYPES
+from autoshard.kernels.nodes import (
+    adds_rows,
+    cut_of,
+    filled,
+    first_of,
+    is_plain,
+    is_total,
+    open_sizes,
+    order_of,
+    parts_of,
+    reduced_dims,
+    shape_of,
+    size,
+    summed,
+    tensors_of,
+)
 from autoshard.kernels.places import Index, Shape, Unsupported, broadcast, reshaped, running
 from autoshard.kernels.primitives import (
     BOOLEAN,
@@ -41,26 +55,13 @@ from autoshard.kernels.primitives import (
     REDUCTIONS,
     SAME,
     VIEWS,
-    WITH_TOTALS,
     literal,
     name_of,
 )
 from autoshard.kernels.statements import Statements
 
 LONGEST = 8192  # numbers of a row that are held at once
-_OF_BITS = frozenset(["where", "mul", "bitwise_and", "bitwise_or"])  # that are right for a number of one bit too
 _TYPES = {**TYPES, torch.bool: "tl.int1", torch.int64: "tl.int64", torch.int32: "tl.int32"}
-
-
-def size(number: Any) -> Expr:
-    """A size as an expression."""
-    return number.node.expr if isinstance(number, SymInt) else Integer(int(number))
-
-
-def shape_of(node: Any) -> Shape:
-    """Of a node's tensor; a number has none."""
-    value = node.meta["val"] if isinstance(node, Node) else None
-    return tuple(map(size, value.shape)) if isinstance(value, Tensor) else ()
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Writer:
         self.known[node, self._index_of_rows(node), ()] = self._rounded(total, node)
 
     def _check_reduced(self, node: Node) -> None:
-        shape, dims = shape_of(_tensors(node)[0]), tuple(range(self.space.split, len(self.space.shape)))
+        shape, dims = shape_of(tensors_of(node)[0]), tuple(range(self.space.split, len(self.space.shape)))
         if shape != self.space.shape or reduced_dims(node) != dims or not node.meta["val"].is_floating_point():
             raise Unsupported(f"{node.target} of {shape} in rows of {self.space}")
 
@@ -185,13 +186,13 @@ class Writer:
 
     def _in_row(self, node: Node) -> str:
         """The numbers that a reduction takes, neutral ones behind a row's end."""
-        source = _tensors(node)[0]
+        source = tensors_of(node)[0]
         value = self._cast(self._value(source, self.index), source, node)
         return self.out.assign(f"tl.where(rows_there & columns_there, {value}, {REDUCTIONS[name_of(node.target)].neutral})")
 
     def _add_up(self, position: int) -> None:
-        node = _summed(self.results[position])
-        (source,) = _tensors(node)
+        node = summed(self.results[position])
+        (source,) = tensors_of(node)
         if self.out.in_blocks or shape_of(source) != self.space.shape or reduced_dims(node) != tuple(range(self.space.split)):
             raise Unsupported(f"{node.target} of {shape_of(source)} over rows of {self.space}")
         self.out.add_up(f"out{position}", self._cast(self._value(source, self.index), source, node), _type_of(node))
@@ -217,14 +218,14 @@ class Writer:
         if kind in POINTWISE:
             return self._computed(node, index)
         if kind in SAME:
-            (source,) = _tensors(node)
+            (source,) = tensors_of(node)
             return self._rounded(self._cast(self._value(source, index), source, node), node)
         if kind in CONSTANT or kind == "iota":
             return self._constant(node, index)
         if kind == DRAWN:
             return self._kept(node, index)
         if kind in JOINS:
-            return self._one_of(_parts(node), node, index)
+            return self._one_of(parts_of(node), node, index)
         raise Unsupported(str(node.target))
 
     def _load(self, node: Node, index: Index) -> str:
@@ -250,10 +251,10 @@ class Writer:
         if kind == "expand":
             return broadcast(index, given)
         if kind in ("permute", "transpose", "t"):
-            order = _order(node)
+            order = order_of(node)
             return tuple(index[order.index(d)] for d in range(len(given)))
         if kind in ("slice", "select"):
-            dim, place, step, rest = _cut(node)
+            dim, place, step, rest = cut_of(node)
             at = place + (index[dim] * step if kind == "slice" else 0)
             return (*index[:dim], at, *index[dim + rest :])
         return index  # alias, detach
@@ -273,7 +274,7 @@ class Writer:
         if name_of(node.target) == "iota":
             place = size(node.kwargs["start"]) + size(node.kwargs["step"]) * index[0]
             return self.out.assign(f"tl.full({self._one}, 0, {_type_of(node)}) + {{0}}", sympy.expand(place))
-        return self.out.assign(f"tl.full({self._one}, {literal(_filled(node))}, {_type_of(node)})")
+        return self.out.assign(f"tl.full({self._one}, {literal(filled(node))}, {_type_of(node)})")
 
     def _kept(self, node: Node, index: Index) -> str:
         seed, p = self._value(node.args[1], (Integer(0),)), literal(node.args[2])
@@ -317,17 +318,12 @@ class Writer:
 
 def _subtracted(node: Node) -> Node | None:
     """The numbers' maximum, of a sum of exponentials of numbers less that; None of anything else."""
-    less: Any = _first(_first(node, "sum"), "exp")
-    numbers = _first(less, "sub")
+    less: Any = first_of(first_of(node, "sum"), "exp")
+    numbers = first_of(less, "sub")
     largest: Any = less.args[1] if numbers is not None else None
-    if numbers is None or _first(largest, "amax") is not numbers or reduced_dims(largest) != reduced_dims(node):
+    if numbers is None or first_of(largest, "amax") is not numbers or reduced_dims(largest) != reduced_dims(node):
         return None
     return largest if largest.meta["val"].dtype is node.meta["val"].dtype else None
-
-
-def _first(node: Any, name: str) -> Any:
-    """The first argument of an operation of this name; None of anything else."""
-    return node.args[0] if isinstance(node, Node) and name_of(node.target) == name else None
 
 
 def _levels(graph: Graph, beside: Mapping[Node, Node]) -> list[list[Node]]:
@@ -341,57 +337,6 @@ def _levels(graph: Graph, beside: Mapping[Node, Node]) -> list[list[Node]]:
             depth[node] += node not in beside
             levels.setdefault(depth[node], []).append(node)
     return [levels[k] for k in sorted(levels)]
-
-
-def open_sizes(graph: Graph) -> list[sympy.Symbol]:
-    """The symbols in the sizes of a graph's tensors."""
-    tensors = [n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    found = {s for t in tensors for n in (*t.shape, *t.stride()) for s in size(n).free_symbols}
-    return sorted(found, key=str)
-
-
-def is_plain(node: Node) -> bool:
-    """Whether a pointwise call has as many arguments as its expression, tensors and numbers, and no options."""
-    arguments = set(re.findall(r"{\d}", POINTWISE[name_of(node.target)]))
-    if node.meta["val"].dtype is torch.bool and name_of(node.target) not in BOOLEAN | _OF_BITS:
-        return False
-    return not node.kwargs and len(node.args) == len(arguments) and all(isinstance(a, Node | int | float) for a in node.args)
-
-
-def adds_rows(node: Node) -> bool:
-    """Whether it is a sum over first dimensions but not over all."""
-    if name_of(node.target) != "sum":
-        return False
-    dims = reduced_dims(node)
-    return len(dims) < len(shape_of(node.args[0])) and dims == tuple(range(len(dims)))
-
-
-def is_total(node: Any) -> bool:
-    """Whether it is, or is but for its shape or dtype, a sum over rows, which is known when all of them were gone through."""
-    if not isinstance(node, Node):
-        return False
-    if node.target is operator.getitem:
-        made, item = node.args
-        return bool(item) and name_of(made.target) in WITH_TOTALS  # type: ignore[union-attr]
-    return is_total(node.args[0]) if name_of(node.target) in VIEWS | SAME else adds_rows(node)
-
-
-def _summed(node: Any) -> Node:
-    """The sum that a total is, which is rounded once, to what it becomes in the end."""
-    while not adds_rows(node):
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
-
-
-def _tensors(node: Node) -> list[Node]:
-    return [a for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor)]
-
-
-def reduced_dims(node: Node) -> tuple[int, ...]:
-    """The dimensions that a reduction is over, in order."""
-    count = len(shape_of(_tensors(node)[0]))
-    dims: Any = node.args[1] if len(node.args) > 1 else ()
-    return tuple(sorted(d % count for d in dims)) if dims else tuple(range(count))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -419,68 +364,3 @@ def _as(value: str, source: Any, dtype: torch.dtype) -> str:
     return f"({value} != 0)" if dtype is torch.bool else f"{value}.to({_TYPES[dtype]})"
 
 
-def _filled(node: Node) -> Any:
-    """The number that a constant tensor is full of."""
-    kind = name_of(node.target)
-    known = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
-    number = known[kind] if kind in known else node.args[0 if kind == "scalar_tensor" else -1]
-    if not isinstance(number, int | float):
-        raise Unsupported(f"{node.target} of {number}")
-    dtype = node.meta["val"].dtype
-    return bool(number) if dtype is torch.bool else number if dtype.is_floating_point else int(number)
-
-
-def _order(node: Node) -> list[int]:
-    """Which dimension of its input each dimension of a transposed view is."""
-    arguments: Any = node.args
-    count = len(shape_of(arguments[0]))
-    if name_of(node.target) == "permute":
-        return [d % count for d in arguments[1]]
-    order = list(range(count))
-    a, b = (d % count for d in arguments[1:]) if arguments[1:] else (0, count - 1)
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-def _cut(node: Node) -> tuple[int, Expr, Expr, int]:
-    """Of a slice or a select: (dimension, first place, step, how many dimensions of its result are that one)."""
-    arguments: Any = node.args
-    source, dim, *rest = arguments if len(arguments) > 1 else (*arguments, 0)
-    given = shape_of(source)
-    at = dim % len(given)
-    place = _counted(rest[0] if rest else 0, given[at])
-    if name_of(node.target) == "select":
-        return at, place, Integer(0), 0
-    return at, place, size(rest[2]) if len(rest) > 2 else Integer(1), 1
-
-
-def _counted(place: Any, length: Expr) -> Expr:
-    """From the front, and not beyond the end."""
-    if isinstance(place, Node):
-        raise Unsupported("a slice at a place that is computed")
-    at = size(place or 0)
-    at = at + length if at.is_negative else at
-    for bound, beyond in ((Integer(0), at), (length, length - at)):
-        if beyond.is_negative:
-            return bound
-        if not beyond.is_nonnegative:
-            raise Unsupported(f"a slice from {place} of {length}, which may be shorter")
-    return at
-
-
-def _parts(node: Node) -> list[tuple[Node, int, Expr, Expr]]:
-    """What a concatenation is made of: (source, dimension, first place, the place behind its last)."""
-    arguments: Any = node.args
-    if name_of(node.target) == "cat":
-        dim, first, parts = (arguments[1] if len(arguments) > 1 else 0) % len(shape_of(node)), Integer(0), []
-        for source in (s for s in arguments[0] if len(shape_of(s)) == len(shape_of(node))):  # torch skips an empty one
-            last = first + shape_of(source)[dim]
-            parts.append((source, dim, first, last))
-            first = last
-        return parts
-    source, _, dim, start, end, step = arguments
-    if step != 1 or isinstance(end, Node):
-        raise Unsupported(f"{node.target} in steps of {step} to {end}")
-    length = shape_of(node)[dim]
-    last = length if size(end) - length == 0 or (isinstance(end, int) and end > 1 << 60) else _counted(end, length)
-    return [(source, dim % len(shape_of(node)), _counted(start, length), last)]

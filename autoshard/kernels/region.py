@@ -22,7 +22,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from autoshard.kernels import source, tuning
-from autoshard.kernels.elementwise import Space, Writer, open_sizes, shape_of, size
+from autoshard.kernels.elementwise import Space, Writer
+from autoshard.kernels.nodes import open_sizes, shape_of, size
 from autoshard.kernels.places import Shape, Unsupported
 from autoshard.kernels.primitives import decompositions, name_of
 from autoshard.kernels.tuning import Tile

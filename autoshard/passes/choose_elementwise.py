@@ -22,15 +22,8 @@ from autoshard import torch_internals
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.work import Work
-from autoshard.kernels.elementwise import (
-    LONGEST,
-    Space,
-    adds_rows,
-    is_plain,
-    is_total,
-    reduced_dims,
-    shape_of,
-)
+from autoshard.kernels.elementwise import LONGEST, Space
+from autoshard.kernels.nodes import adds_rows, is_plain, is_total, reduced_dims, shape_of
 from autoshard.kernels.primitives import (
     COMPOSITE,
     CONSTANT,

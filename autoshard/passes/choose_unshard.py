@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from autoshard.inventory import Inventory
 from autoshard.passes.costs import costs_of
-from autoshard.plan import ParameterGroup, Plan, Prediction
+from autoshard.plan import ParameterGroup, Plan
+from autoshard.prediction import Prediction
 from autoshard.units import counted
 
 

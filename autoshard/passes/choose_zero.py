@@ -23,16 +23,8 @@ from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.costs import costs_of, scarce_rows
 from autoshard.passes.group_parameters import group_parameters
-from autoshard.plan import (
-    COMPRESSIONS,
-    OPTIMIZER_STATES,
-    POWERSGD,
-    Degrees,
-    ParameterGroup,
-    Plan,
-    Prediction,
-    Traffic,
-)
+from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POWERSGD, Degrees, ParameterGroup, Plan
+from autoshard.prediction import Prediction, Traffic
 from autoshard.units import bytes_text, counted, enough_text
 
 HARDLY = 1.2  # times as long on the wire
