@@ -57,6 +57,9 @@ class Config:
         weight of two factors or a bias of positions) may be kept in parts, one on each process, and be gathered for backward: where a
         step does not fit into memory_budget else, or takes longer. Such a job's processes must make these values alike: where
         they depend on a batch's sizes a process with another size is refused.
+    accumulation: None, or how gradients of several batches add up before a step: "reduced" (each backward reduces its own) or "no_sync"
+        (`autoshard.no_sync` around all but the last, which at stages 0 and 1 keeps them whole). It changes nothing but forecasts: budgets
+        then hold beside the gradients of earlier batches.
     precision: None, "bf16", "fp16" (compute and gathers; reductions are fp32, and rows stay what the model is), or torch's
         MixedPrecisionPolicy (param_dtype, reduce_dtype).
     compression: None, or "bf16" or "fp16", in which gradients travel to be summed (in what they would be summed in without). Numbers
@@ -101,6 +104,7 @@ class Config:
     memory_budget: int | float | str | None = None
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     partition_activations: bool = False
+    accumulation: Literal["reduced", "no_sync"] | None = None
     precision: str | MixedPrecisionPolicy | None = None
     compression: Literal["bf16", "fp16", "powersgd"] | None = None
     compression_rank: int = 4
@@ -130,6 +134,7 @@ class Config:
         _one_of("fuse_optimizer", self.fuse_optimizer, ("auto", False))
         _one_of("partition_activations", self.partition_activations, (False, True))
         _one_of("early_gathers", self.early_gathers, (False, True))
+        _one_of("accumulation", self.accumulation, (None, "reduced", "no_sync"))
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("verbose", self.verbose, (False, True))
         self._check_budget()

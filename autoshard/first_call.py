@@ -271,7 +271,8 @@ class FirstCall:
         trained = [p.name for p in filter(is_trained, captured.inventory.parameters)]
         there = all_like(self.optimizers, names_of(self.model), trained) if self.optimizers else NAMED[self.config.optimizer]
         make = as_they_will_step(there, self.config, where.cluster)
-        return Forecaster(captured, make, where.cluster, self.config.codegen, self.manager.pipeline)
+        config = self.config
+        return Forecaster(captured, make, where.cluster, config.codegen, self.manager.pipeline, accumulation=config.accumulation)
 
     def _capture(self) -> Capture | None:
         call = call_of(self.model)

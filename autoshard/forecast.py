@@ -77,7 +77,8 @@ Simulated = tuple[Program, Curve, StepTime, tuple[str, ...]]
 @dataclass
 class Forecaster:
     """Predicts plans of one captured model on one cluster. Plans that differ only in what the graphs do not show share
-    a rehearsal. passes: that a job would run. known: what was traced before of it, with the same codegen, passes and device."""
+    a rehearsal. passes: that a job would run. known: what was traced before of it, with the same codegen, passes and device.
+    accumulation: as in Config."""
 
     captured: Capture
     make_optimizers: Make
@@ -85,6 +86,7 @@ class Forecaster:
     codegen: str
     passes: Sequence[Pass] = DEFAULT
     known: Known = field(default_factory=Known)
+    accumulation: str | None = None
     _simulated: dict[Key, Simulated] = field(default_factory=dict)
     _predicted: dict[Key, dict[str, Any]] = field(default_factory=dict)
     _ready: dict[Key, Prepared] = field(default_factory=dict)
@@ -133,7 +135,10 @@ class Forecaster:
         return (*unknown, *early, *_strange(self.cluster), *_behind(self.captured))
 
     def _accumulating(self, plan: Plan, curve: Curve) -> int | None:
-        """The peak where gradients of an earlier backward are there from the start; when the optimizer steps there are no others."""
+        """The peak where gradients of an earlier backward are there from the start; when the optimizer steps there are no others.
+        None where these are in the curve."""
+        if self.accumulation is not None:
+            return None
         *during, step = (int(total) for total in curve.at().sum(1))
         earlier = _bytes_of(plan, filter(is_trained, self.captured.inventory.parameters))
         return max(max(during) + earlier, step) if earlier and during else None
@@ -306,7 +311,17 @@ class Forecaster:
         assumed = () if memory else ("the optimizer's own state and step (Adam's are assumed)",)
         memory = memory or _as_adam(trained)
         sharded = sum(plan.group_of[p.name].degrees.optimizer > 1 for p in filter(is_trained, infos))
-        return Held(categories, memory.state, memory.scratch, apart, memory.moved, len(trained) - sharded, sharded), assumed
+        held = Held(categories, memory.state, memory.scratch, apart, memory.moved, len(trained) - sharded, sharded)
+        return replace(held, earlier=self._earlier(plan)), assumed
+
+    def _earlier(self, plan: Plan) -> int:
+        """Bytes of gradients of earlier batches when a step's last one comes: inside `no_sync` they are whole where they may be."""
+        if self.accumulation is None:
+            return 0
+        trained = [p for p in self.captured.inventory.parameters if is_trained(p)]
+        whole = [p for p in trained if self.accumulation == "no_sync" and plan.group_of[p.name].degrees.gradient == 1]
+        rows = [p for p in trained if p not in whole]
+        return _bytes_of(plan, rows) + sum(_bytes((p.shape, getattr(torch, p.dtype))) for p in whole)
 
 
 def _parts(took: StepTime) -> dict[str, float]:

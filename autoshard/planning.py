@@ -90,7 +90,7 @@ def forecaster_of(
     as_on(cluster.device, captured.graph)
     make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     passes = pipeline_for(config.passes, config.disable_passes)
-    return Forecaster(captured, make, cluster, config.codegen, passes, known or Known())
+    return Forecaster(captured, make, cluster, config.codegen, passes, known or Known(), config.accumulation)
 
 
 def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:

@@ -144,6 +144,22 @@ class Narrow(Stack):
 
 
 @pytest.mark.full
+def test_more_is_computed_again_beside_gradients_of_earlier_batches() -> None:
+    """One that counts them finds as much room as there is beside them, and no less."""
+
+    def of(**options: object) -> Plan:
+        config = Config(zero=0, codegen="eager", **options)  # type: ignore[arg-type]
+        return autoshard.plan(Deep(), inputs(64), config, Cluster(1, 1, DEVICES["cpu"]))
+
+    free = of()
+    budget, earlier = free.predicted.peak_bytes, (free.predicted.accumulating or 0) - free.predicted.peak_bytes
+    assert earlier > 0 and not of(memory_budget=budget).recompute
+    beside = of(memory_budget=budget, accumulation="reduced")
+    assert beside.recompute and budget - earlier < beside.predicted.peak_bytes <= budget
+    assert beside.recompute == of(memory_budget=budget - earlier).recompute
+    assert not of(memory_budget=budget + earlier, accumulation="reduced").recompute
+
+
 def test_what_is_chosen_takes_no_longer_than_the_best_of_all_that_could_be_saved() -> None:
     """All subsets of what costs something to compute again, of each of two blocks, as a plan's file could say."""
     forecaster = forecaster_of(Narrow(), inputs(64))

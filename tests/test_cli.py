@@ -366,6 +366,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "memory_budget": ("0.9", 0.9),
     "recompute": ("full", "full"),
     "partition_activations": ("True", True),
+    "accumulation": ("no_sync", "no_sync"),
     "precision": ("bf16", "bf16"),
     "compression": ("powersgd", "powersgd"),
     "compression_rank": ("8", 8),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.report import plan_tables, rendered
+from autoshard.runtime.dtensors import local
 from tests.cluster import Cluster
 from tests.peaks import above_held, grown, grown_in_a_step
 from tests.recomputed import Deep, inputs
@@ -45,13 +48,15 @@ def test_the_peak_is_the_measured_one(two: Cluster, compression: str | None, cod
         assert above_held(plan.predicted) == pytest.approx(found, rel=0.03), plan.predicted
 
 
-def measured_with_gradients(plan: autoshard.Plan) -> tuple[int, int]:
-    """By how many bytes a step goes above what is there before it, earlier gradients among that; and the bytes of these."""
+def measured_with_gradients(plan: autoshard.Plan, apart: bool = False) -> tuple[int, int]:
+    """By how many bytes a step goes above what is there before it, earlier gradients among that; and the bytes of these. apart: they
+    are of a backward inside `no_sync`."""
     model, _, compiled = compiled_pair(config("auto", plan=plan, replicate_below="auto"), Wide)
     x, optimizer = torch.randn(64, 256), torch.optim.SGD(model.parameters())
     grown_in_a_step(lambda: compiled(x), optimizer)
-    compiled(x).backward()
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    with autoshard.no_sync(model) if apart else nullcontext():
+        compiled(x).backward()
+    gradients = sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
 
     def second() -> None:
         compiled(x).backward()
@@ -68,6 +73,24 @@ def test_the_peak_with_earlier_gradients_is_the_measured_one(two: Cluster) -> No
     for found, gradients in two.run(measured_with_gradients, plan):
         assert gradients > 0
         assert predicted.accumulating - predicted.peak_bytes + above_held(predicted) - gradients == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize(("accumulation", "zero"), [("reduced", 0), ("reduced", 1), in_full("no_sync", 0), ("no_sync", 1)])
+def test_a_budget_counts_earlier_gradients_where_the_config_says_so(two: Cluster, accumulation: str, zero: int) -> None:
+    def planned(**options: Any) -> autoshard.Plan:
+        settings = config(zero, optimizer="sgd", **options)
+        return autoshard.plan(Wide(), torch.randn(64, 256), settings, Machines(1, 2, DEVICES["cpu"]), torch.optim.SGD)
+
+    without, plan = planned(), planned(accumulation=accumulation)
+    assert plan.predicted.accumulating is None and plan.hash == without.hash
+    if accumulation == "reduced":
+        assert plan.predicted.peak_bytes == without.predicted.accumulating
+    for found, gradients in two.run(measured_with_gradients, plan, accumulation == "no_sync"):
+        assert above_held(plan.predicted) - gradients == pytest.approx(found, rel=0.03)
+    budget = without.predicted.peak_bytes
+    assert planned(memory_budget=budget).predicted.footprint <= budget
+    with pytest.raises(autoshard.AutoshardError, match="over the budget|does not fit|takes"):
+        planned(memory_budget=budget, accumulation=accumulation)
 
 
 def grown_by_each(plans: list[autoshard.Plan], codegen: str) -> list[int]:

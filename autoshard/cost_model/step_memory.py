@@ -19,7 +19,7 @@ class Held:
     optimizer: bytes of its state; scratch: of each tensor that its step has for a while. apart: bytes of parameters that the
     graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
     parameters are trained, those of which a process has all and those of which it has rows. by_itself: of a block, whose tangents are
-    what others give."""
+    what others give. earlier: bytes of gradients of earlier batches, to which those of this one are added."""
 
     categories: Mapping[int, Category]
     optimizer: Size
@@ -29,6 +29,7 @@ class Held:
     whole: int = 0
     sharded: int = 0
     by_itself: bool = False
+    earlier: Size = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def program_of(
             made.category = "activations"
     program.add(held.optimizer, "optimizer", -1, end, "optimizer")
     program.add(held.apart, "parameters", -1, end, "unused")
+    if held.earlier:
+        program.add(held.earlier, "gradients", -1, end - 1, "earlier batches")
     for size in held.scratch:
         program.add(size, "temporaries", end, end, "optimizer step")
     return program
