@@ -70,6 +70,40 @@ def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: 
     assert not torch.equal(first[0][-1], second[0][-1])
 
 
+class Counting(nn.Module):
+    """Has buffers of a dtype that not every transport takes; forward writes to one of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.register_buffer("seen", torch.full((3,), 300 * (rank + 1)).to(dtype))
+        self.register_buffer("table", torch.full((2, 3), 7.0 + rank).to(dtype).T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen.dtype is torch.int16:
+            self.seen.add_((x.detach() > 0).sum().to(torch.int16))
+        return (self.linear(x) * self.table.float().sum()).pow(2).mean()
+
+
+def counted(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    torch.manual_seed(0)
+    model = Counting(dtype)
+    compiled = torch.compile(model, backend=autoshard.backend(config(3)))
+    x = inputs_of(1)[0][dist.get_rank()]
+    compiled(x).backward()
+    return model.seen.float(), model.table.float(), int((x > 0).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
+def test_buffers_of_any_dtype_become_rank_0_s(two: Cluster, dtype: torch.dtype) -> None:
+    first, second = two.run(counted, dtype)
+    expected = torch.full((3,), 300).to(dtype).float() + (first[2] if dtype is torch.int16 else 0)
+    for seen, table, _ in (first, second):
+        torch.testing.assert_close(seen, expected)
+        torch.testing.assert_close(table, torch.full((3, 2), 7.0))
+
+
 class Overlapping(nn.Module):
     """Writes to a buffer that is a part of another one, which it reads: autograd's trace makes one input of both."""
 

@@ -149,7 +149,8 @@ def _define_complete_grad(grad: Tensor, held: Tensor, dtype: torch.dtype) -> Ten
 
 def _define_replicate_buffers(values: Sequence[Tensor], group: str) -> list[Tensor]:
     flat = torch.cat([v.reshape(-1) for v in values])
-    flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, group))
+    sent = _c10d.wait_tensor(_c10d.broadcast(wire.sendable(flat), 0, group))
+    flat = sent if sent.dtype == flat.dtype else sent.view(flat.dtype)
     return wire.split_like(flat, [tuple(v.shape) for v in values])
 
 

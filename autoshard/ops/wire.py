@@ -16,6 +16,11 @@ from torch import Tensor
 
 from autoshard.ops.layout import Layout
 
+# Whose numbers every transport takes (gloo and NCCL, torch 2.11 and 2.13).
+TAKEN = frozenset([
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int8,
+    torch.uint8, torch.bool,
+])
 Shape = tuple[int, ...]
 Piece = tuple[tuple[int, int, int], ...]  # which parameter, and from where to where of one process's elements of it
 
@@ -37,6 +42,11 @@ def split_shapes(flat: Sequence[int], ndims: Sequence[int]) -> tuple[Shape, ...]
         shapes.append(tuple(flat[at : at + ndim]))
         at += ndim
     return tuple(shapes)
+
+
+def sendable(flat: Tensor) -> Tensor:
+    """A flat tensor as it can be sent without changing it: itself, or a view of its bytes."""
+    return flat if flat.dtype in TAKEN else flat.view(torch.uint8)
 
 
 def split_like(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoshard import torch_internals
+from autoshard.ops.wire import sendable
 
 
 class Buffers:
@@ -52,6 +53,6 @@ def take_rank_0_s(tensor: Tensor) -> None:
     another order goes as a copy, and of what lies in one place under several indices that goes once."""
     once = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
     sent = once.contiguous()
-    dist.broadcast(sent, 0)
+    dist.broadcast(sendable(sent.reshape(-1)), 0)
     if sent is not once:
         once.copy_(sent)
