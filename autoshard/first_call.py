@@ -63,7 +63,7 @@ from autoshard.runtime.shard import Sharder
 from autoshard.runtime.shared_memory import refuse_shared_memory
 from autoshard.runtime.state import ModelState, make_unusable, refuse_unusable
 from autoshard.runtime.steps import watch_steps
-from autoshard.skipped import refuse_recurrent, refuse_wrapped
+from autoshard.skipped import refuse_recurrent, refuse_sparse, refuse_wrapped
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
@@ -382,6 +382,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     refuse_unusable(model)
     _refuse_ddp_around(model)
     refuse_recurrent(model)
+    refuse_sparse(model)
     refuse_wrapped(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

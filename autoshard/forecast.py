@@ -105,7 +105,7 @@ class Forecaster:
 
     def __call__(self, plan: Plan) -> Plan:
         """The plan with what its step will take in its prediction."""
-        key = _key(plan)
+        key = self._key(plan)
         if key not in self._predicted:
             self._predicted[key] = self._predict(plan)
         return replace(plan, predicted=replace(plan.predicted, **self._predicted[key]))
@@ -145,7 +145,7 @@ class Forecaster:
 
     def simulated(self, plan: Plan) -> Simulated:
         """The plan's program, its curve, its time, and what had to be assumed or guessed."""
-        key = _key(plan)
+        key = self._key(plan)
         if key not in self._simulated:
             held, unknown = self._held(plan)
             program, curve, took = self._simulate(plan, self._rehearsed(plan).listed, held)
@@ -294,7 +294,7 @@ class Forecaster:
 
     def _held(self, plan: Plan) -> tuple[Held, tuple[str, ...]]:
         """What lies there besides the graphs, and what of it had to be assumed."""
-        key = _layouts(plan)
+        key = (*_layouts(plan), *self._left(plan))
         if key not in self._holds:
             self._holds[key] = self._find_held(plan)
         return self._holds[key]
@@ -318,10 +318,18 @@ class Forecaster:
         """Bytes of gradients of earlier batches when a step's last one comes: inside `no_sync` they are whole where they may be."""
         if self.accumulation is None:
             return 0
+        apart = {name for group, degree in zip(plan.groups, self._left(plan)) if degree == 1 for name in group.parameters}
         trained = [p for p in self.captured.inventory.parameters if is_trained(p)]
-        whole = [p for p in trained if self.accumulation == "no_sync" and plan.group_of[p.name].degrees.gradient == 1]
-        rows = [p for p in trained if p not in whole]
-        return _bytes_of(plan, rows) + sum(_bytes((p.shape, getattr(torch, p.dtype))) for p in whole)
+        whole = sum(_bytes((p.shape, getattr(torch, p.dtype))) for p in trained if p.name in apart)
+        return whole + _bytes_of(plan, (p for p in trained if p.name not in apart))
+
+    def _left(self, plan: Plan) -> Key:
+        """What of a plan only gradients that `no_sync` leaves show."""
+        return tuple(g.degrees.gradient for g in plan.groups) if self.accumulation == "no_sync" else ()
+
+    def _key(self, plan: Plan) -> Key:
+        """All of it that a step depends on."""
+        return (*_key(plan), *self._left(plan))
 
 
 def _parts(took: StepTime) -> dict[str, float]:
@@ -348,7 +356,7 @@ def _regathered(plan: Plan) -> Key:
 
 
 def _key(plan: Plan) -> Key:
-    """All of it that they show, and so all that a step depends on."""
+    """All of it that they show."""
     return (*_regathered(plan), plan.recompute, plan.ahead)
 
 

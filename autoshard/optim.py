@@ -19,7 +19,6 @@ from autoshard.errors import ConfigError, UnsupportedError
 from autoshard.runtime import factored, families, fused_step
 from autoshard.runtime.families import Family
 from autoshard.runtime.fused_step import Gradients
-from autoshard.runtime.loaded import scatter_loaded
 from autoshard.runtime.norm import norm_of
 from autoshard.runtime.steps import watch_steps
 
@@ -272,7 +271,6 @@ class Adafactor(optim.Adafactor):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. closure: computes the loss and the gradients anew; the loss is returned."""
         loss = _loss_of(closure)
-        scatter_loaded(self)
         if reason := factored.why_not(fused_step.stepped_by(self)):
             raise UnsupportedError(f"autoshard.optim.Adafactor cannot step {reason}")
         scale = None

@@ -26,7 +26,7 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import Known
 from autoshard.runtime.fused_step import unfusable
 from autoshard.runtime.optimizers import states_of
-from autoshard.skipped import refuse_recurrent
+from autoshard.skipped import refuse_recurrent, refuse_sparse
 from autoshard.units import parse_bytes
 
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
@@ -79,6 +79,7 @@ def trace(model: nn.Module, example_inputs: Any, config: Config, world: int, ope
     """The model's graph as so many processes compute it, which refuse what a job does; open as of `capture`."""
     if world > 1:
         refuse_recurrent(model)
+        refuse_sparse(model)
     return capture(model, example_inputs, config.dtypes_on(world)[0], open)
 
 

@@ -25,7 +25,8 @@ class Prediction:
     how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
     step, by part: compute, waiting for collectives, the optimizer, what Python does for each parameter, and how much longer it takes
     to launch all that; none where they were not simulated. seconds_error, reserved_error: as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
-    known. accumulating: bytes at the peak of a step whose gradients are added to those of an earlier one; None where it was not simulated.
+    known. accumulating: bytes at the peak of a step whose gradients are added to those of an earlier one; None where it was not simulated, or
+    memory counts these already.
     """
 
     memory: dict[str, int] = field(default_factory=dict)

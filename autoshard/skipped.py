@@ -58,15 +58,12 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
                     f"compiling {name} failed, which suppress_errors of Dynamo's config hides, so processes would "
                     "silently differ; set it to False to see why"
                 )
-            if torch_internals.gave_up_on(module):
-                raise DivergenceError(
-                    f"{name} was not compiled: of models of one class Dynamo compiles at most {torch_internals.recompile_limit()} in one "
-                    "process (its recompile_limit), so processes would silently differ. Call torch.compiler.reset() before each further model"
-                )
             raise DivergenceError(
                 f"{name} was compiled with autoshard, but torch.compile never gave it a graph, so processes would silently differ. "
-                "Call what torch.compile returned, not the module itself; what is written in torch.nn and compiled in place Dynamo "
-                "skips: call it from a module of your own and compile that"
+                "Call what torch.compile returned, not the module itself. Of models of one class Dynamo compiles at most "
+                f"{torch_internals.recompile_limit()} (its recompile_limit, of which it warns), also where the others are gone: call "
+                "torch.compiler.reset() before each further one. What is written in torch.nn and compiled in place it skips: call it from a "
+                "module of your own and compile that"
             )
 
 
@@ -78,6 +75,17 @@ def refuse_recurrent(model: nn.Module) -> None:
                 f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
                 "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
                 "(nn.LSTMCell and nn.GRUCell are fine)"
+            )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Gradients that are no plain tensors are nothing that rows or means could be made of."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UnsupportedError(
+                f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__} with sparse=True, and gradients that are sparse "
+                "tensors are not averaged over processes; legal: sparse=False, of which only the rows that were looked up travel where "
+                "that is fewer bytes"
             )
 
 

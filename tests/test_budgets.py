@@ -143,7 +143,6 @@ class Narrow(Stack):
         self.layers = torch.nn.ModuleList(Normed() for _ in range(2))
 
 
-@pytest.mark.full
 def test_more_is_computed_again_beside_gradients_of_earlier_batches() -> None:
     """One that counts them finds as much room as there is beside them, and no less."""
 
@@ -160,6 +159,7 @@ def test_more_is_computed_again_beside_gradients_of_earlier_batches() -> None:
     assert not of(memory_budget=budget + earlier, accumulation="reduced").recompute
 
 
+@pytest.mark.full
 def test_what_is_chosen_takes_no_longer_than_the_best_of_all_that_could_be_saved() -> None:
     """All subsets of what costs something to compute again, of each of two blocks, as a plan's file could say."""
     forecaster = forecaster_of(Narrow(), inputs(64))

@@ -87,6 +87,49 @@ def test_a_count_that_somebody_else_put_there_is_counted_on() -> None:
     assert steps_of(optimizer) == [12.0, 21.0, 6.0]
 
 
+def test_a_count_that_a_loop_holds_is_the_one_that_counts() -> None:
+    optimizer = stepped(1)
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    held = state["step"]
+    for _ in range(3):
+        optimizer.step()
+    assert held == 4.0 and held is state["step"]
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, autoshard.optim.AdamW])
+def test_a_state_dict_that_was_loaded_goes_on_as_a_whole(kind: type[optim.Optimizer]) -> None:
+    """torch keeps the very tensors of it, steps and moments alike, so loaded once more it is where training is."""
+    optimizer, parameter = stepped(3), nn.Parameter(torch.ones(3))
+    other = kind([parameter], lr=0.1)  # type: ignore[call-arg]
+    loaded = copy.deepcopy(optimizer.state_dict())
+    loaded = {"state": {0: loaded["state"][0]}, "param_groups": [{**loaded["param_groups"][0], "params": [0]}]}
+    for _ in range(2):
+        other.load_state_dict(loaded)
+        for _ in range(2):
+            parameter.grad = torch.ones(3)
+            other.step()
+    assert other.state[parameter]["step"] == loaded["state"][0]["step"] == 7.0
+    assert other.state[parameter]["exp_avg"] is loaded["state"][0]["exp_avg"]
+
+
+def test_two_optimizers_that_share_state_both_count() -> None:
+    optimizer = stepped(3)
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    other = autoshard.optim.AdamW(parameters, lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    for p in parameters:
+        p.grad = torch.ones(3)
+    for each in (other, optimizer, other, other, optimizer):
+        each.step()
+    assert steps_of(optimizer) == steps_of(other) == [8.0, 7.0, 8.0]
+
+
+def test_counts_that_are_one_tensor_or_parts_of_one_stay_so() -> None:
+    one, many = torch.zeros(()), torch.zeros(2)
+    assert Counted.of([one, one]) is None and Counted.of(list(many)) is None
+    assert Counted.of([one]) is not None
+
+
 def test_fake_counts_are_left_as_they_are() -> None:
     with FakeTensorMode():
         assert Counted.of([torch.zeros(())]) is None

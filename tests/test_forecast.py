@@ -131,6 +131,14 @@ def test_more_sharding_never_raises_state() -> None:
     assert state == sorted(state, reverse=True) and state[0] > 7 * state[-1]
 
 
+def test_what_no_sync_leaves_is_of_the_stage_whatever_was_asked_before() -> None:
+    """Stages 1 to 3 show the graphs the same rows; only at the first gradients wait whole."""
+    forecaster = replace(_forecaster(Net(), torch.randn(4, 3, 8, 8), 2), accumulation="no_sync")
+    peaks = {stage: _plan(forecaster, stage).predicted.peak_bytes for stage in (2, 1, 3)}
+    alone = {stage: _plan(replace(forecaster, _holds={}, _simulated={}, _predicted={}), stage).predicted.peak_bytes for stage in peaks}
+    assert peaks == alone and peaks[1] > peaks[2]
+
+
 def test_what_is_packed_to_travel_is_communication_and_what_comes_of_it_gathered() -> None:
     forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
     program, *_ = forecaster.simulated(replace(_plan(forecaster, 3), message=4096))

@@ -125,6 +125,34 @@ def test_a_parameter_that_goes_to_another_group_is_stepped_by_its_options() -> N
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(models[0].parameters(), models[1].parameters()))
 
 
+def exchanged(state: Any, p: nn.Parameter, q: nn.Parameter) -> None:
+    first, second = state.pop(p), state.pop(q)
+    state[q], state[p] = first, second
+
+
+def turned(state: Any, p: nn.Parameter, q: nn.Parameter) -> None:
+    state[p]["exp_avg"].data = state[p]["exp_avg"].data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [exchanged, turned])
+def test_state_that_goes_to_another_parameter_or_lies_otherwise_is_stepped_so(change: Callable[..., None]) -> None:
+    found = []
+    for fused in (True, False):
+        parameters = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+        optimizer = optim.AdamW(parameters, lr=0.1)
+        if fused:
+            autoshard.fuse(optimizer)
+        for step in range(5):
+            if step == 3:
+                change(optimizer.state, *parameters)
+            for i, p in enumerate(parameters):
+                p.grad = torch.randn(3, 4, generator=torch.Generator().manual_seed(9 * step + i))
+            optimizer.step()
+        found.append(parameters)
+    for ours, torchs in zip(*found):
+        torch.testing.assert_close(ours, torchs)
+
+
 @pytest.mark.parametrize("infinite", [False, True])
 def test_a_scaler_and_torchs_own_fused_optimizer(infinite: bool) -> None:
     parameter = nn.Parameter(torch.ones(3))

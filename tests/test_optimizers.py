@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import autoshard
 from autoshard.runtime import loaded
+from autoshard.runtime.dtensors import local
 from autoshard.runtime.local_step import can_step_locally
 from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_state
@@ -229,6 +230,52 @@ def strange_rows_looked_for() -> int:
 
 def test_a_step_over_its_own_rows_looks_for_no_others(two: Cluster) -> None:
     assert two.run(strange_rows_looked_for) == [0, 0]
+
+
+def seen_by_a_hook(name: str) -> tuple[bool, bool]:
+    """Whether a hook of the user's own finds rows in state that was loaded whole into an optimizer that is new, and once more after a step."""
+    model, _, compiled = compiled_pair(config(3))
+    compiled(inputs_of(1)[0][dist.get_rank()]).backward()
+    optimizer = getattr(autoshard.optim, name)(model.parameters(), lr=0.1)
+    found: list[bool] = []
+
+    def hook(*_: Any) -> None:
+        values = [v for state in optimizer.state.values() for key, v in state.items() if key in ("exp_avg", "variance")]
+        found.append(bool(values) and all(isinstance(v, DTensor) for v in values))
+
+    optimizer.register_step_pre_hook(hook)
+    for p in model.parameters():
+        optimizer.state[p] |= {"step": torch.tensor(1.0)}
+        if name == "AdamW":
+            optimizer.state[p] |= {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
+        elif p.ndim == 1:
+            optimizer.state[p] |= {"variance": torch.ones(p.shape)}
+    for _ in range(2):
+        optimizer.step()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_hook_of_the_user_s_own_finds_rows(two: Cluster, name: str) -> None:
+    assert two.run(seen_by_a_hook, name) == [(True, True)] * 2
+
+
+def swapped_state() -> float:
+    """How far a fused step is from what it is to be where state was exchanged for other of the same objects."""
+    model, _, compiled = compiled_pair(config(3))
+    optimizer = autoshard.optim.AdamW(model.parameters(), lr=0.1)
+    compiled(inputs_of(1)[0][dist.get_rank()]).backward()
+    for _ in range(3):
+        optimizer.step()
+    for p in model.parameters():
+        torch.utils.swap_tensors(optimizer.state[p]["exp_avg"], torch.zeros_like(p.detach()))
+    optimizer.step()
+    states = [(optimizer.state[p]["exp_avg"], p.grad) for p in model.parameters()]
+    return max(float((local(mean) - 0.1 * local(grad)).abs().max()) for mean, grad in states if local(mean).numel())
+
+
+def test_state_that_was_exchanged_in_place_is_stepped(two: Cluster) -> None:
+    assert max(two.run(swapped_state)) < 1e-6
 
 
 # --- optimizers that were there before

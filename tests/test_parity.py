@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from tests.cluster import Cluster
 from tests.models import CASES
-from tests.parity import measure
-from tests.small import TOLERANCE, config, in_full
+from tests.parity import Distance, measure
+from tests.small import TOLERANCE, compiled_pair, config, in_full, trained_beside
 
 STAGES = (0, 1, 2, 3)
 
@@ -47,6 +49,29 @@ def test_three_processes(three: Cluster, name: str, zero: int) -> None:
 def test_inductor(two: Cluster, name: str, zero: int) -> None:
     """A model a stage; at stage 3 always the deep one of test_blocks."""
     for distance in two.run(measure, name, _config(zero, "inductor")):
+        assert distance.worst <= TOLERANCE, distance
+
+
+class Pictures(nn.Module):
+    """Its convolution's weight lies in channels_last, and so does what it makes, which is then flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.reshape(1, 2, 4, 4)).square().mean()  # type: ignore[no-any-return]
+
+
+def train_pictures(zero: int, codegen: str) -> Distance:
+    model, plain, compiled = compiled_pair(config(zero, codegen=codegen, replicate_below="auto" if zero == 1 else 0), Pictures)
+    return trained_beside(model, plain, compiled, [torch.optim.AdamW(m.parameters()) for m in (model, plain)])
+
+
+@pytest.mark.parametrize(("zero", "codegen"), [(0, "eager"), (1, "eager"), (3, "eager"), in_full(0, "inductor")])
+def test_weights_in_channels_last(two: Cluster, zero: int, codegen: str) -> None:
+    for distance in two.run(train_pictures, zero, codegen):
         assert distance.worst <= TOLERANCE, distance
 
 

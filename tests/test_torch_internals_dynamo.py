@@ -215,29 +215,6 @@ def test_what_comes_after_the_recompile_limit_is_not_compiled() -> None:
     assert len(graphs) == torch_internals.recompile_limit()
 
 
-def test_a_class_of_which_dynamo_compiled_enough_models_is_told() -> None:
-    torch.compiler.reset()
-    for n in range(torch_internals.recompile_limit()):
-        model = Scaled(n)
-        assert not torch_internals.gave_up_on(model)
-        torch.compile(model, backend="eager")(torch.ones(2))
-    assert torch_internals.gave_up_on(model)
-    torch.compiler.reset()
-    assert not torch_internals.gave_up_on(model)
-    assert not torch_internals.gave_up_on(nn.Sequential())
-
-
-class Scaled(nn.Module):
-    """Of each scale Dynamo makes a graph."""
-
-    def __init__(self, scale: int) -> None:
-        super().__init__()
-        self.scale = (scale,)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale[0]
-
-
 def test_a_region_knows_what_chooses_what_it_saves() -> None:
     found: list[Any] = []
 

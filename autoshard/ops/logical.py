@@ -216,7 +216,13 @@ def complete_grad(grad: Tensor, held: Tensor, dtype: torch.dtype) -> Tensor:
 
 @unshard.register_fake
 def _(shard: Tensor, shape: Sequence[int], layout: str, name: str) -> Tensor:
-    return shard.new_empty(shape, dtype=Layout.parse(layout).compute or shard.dtype)
+    return _whole_like(shard, shape, Layout.parse(layout))
+
+
+def _whole_like(shard: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
+    """What is whole already lies as it did, such as a convolution's weight in channels_last; what is gathered is contiguous."""
+    dtype = layout.compute or shard.dtype
+    return shard.new_empty(shape, dtype=dtype) if layout.sharded else torch.empty_like(shard, dtype=dtype)
 
 
 @reduce_grad.register_fake
@@ -228,9 +234,8 @@ def _(grad: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: str, name:
 def _(
     shards: Sequence[Tensor], names: str, shapes: Sequence[int], ndims: Sequence[int], layout: str
 ) -> list[Tensor]:
-    dtype = Layout.parse(layout).compute
-    full = wire.split_shapes(shapes, ndims)
-    return [s.new_empty(shape, dtype=dtype or s.dtype) for s, shape in zip(shards, full)]
+    parsed = Layout.parse(layout)
+    return [_whole_like(s, shape, parsed) for s, shape in zip(shards, wire.split_shapes(shapes, ndims))]
 
 
 @reduce_bucket.register_fake

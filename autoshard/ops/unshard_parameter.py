@@ -6,6 +6,8 @@ Dynamo takes a millisecond for each call that it follows, more where that is a D
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from autoshard.ops.layout import Layout
 def unshard_parameter(parameter: nn.Parameter, layout: str) -> Tensor:
     """A tensor like the whole parameter, for Dynamo's trace: no leaf, and no memory of the parameter's. Never run."""
     spec = Layout.parse(layout)
-    whole = torch.empty(
-        parameter.shape, dtype=spec.compute or parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
-    )
+    how: dict[str, Any] = {"dtype": spec.compute or parameter.dtype, "device": parameter.device, "requires_grad": parameter.requires_grad}
+    shape = parameter.shape
+    whole = torch.empty(shape, **how) if spec.sharded else torch.empty_strided(shape, parameter.stride(), **how)
     return whole.view_as(whole)

@@ -62,8 +62,8 @@ class Launch:
     @property
     def stays(self) -> bool:
         """Whether its rows and counts lie as they did."""
-        lying = all(map(Tensor.is_contiguous, itertools.chain(self.rows.params, self.rows.copies)))
-        return lying and (self.counted is None or self.counted.stays)
+        rows = itertools.chain(self.rows.params, self.rows.copies, *self.rows.states.values())
+        return all(map(Tensor.is_contiguous, rows)) and (self.counted is None or self.counted.stays)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def _seen(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Any]:
     moved or cast stays itself and gets other rows; one that goes to another group stands behind that one's."""
     by_group = zip(optimizer.param_groups, stepped.groups)
     groups = [each for group, parameters in by_group for each in (group, family.rule(group), *parameters)]
-    return [*groups, *values_of(optimizer), *stepped.rows]
+    values = values_of(optimizer)
+    return [*groups, *optimizer.state, *values, *stepped.rows, *torch_internals.rows_of_each(values)]
 
 
 def _how(rows: Sequence[Tensor]) -> list[list[Any]]:
@@ -164,7 +165,7 @@ def while_captured() -> str:
 def take(
     optimizer: Optimizer, family: Family, gradients: Callable[[], Gradients] = Gradients, interpret: bool = False
 ) -> str:
-    """An optimizer's step; or why it was not taken, and nothing was touched: what of all that it steps is not of a kind, or
+    """An optimizer's step; or why it was not taken, and no number was changed: what of all that it steps is not of a kind, or
     does not lie, as the kernels need it.
 
     gradients: asked for what happens to them once that is known. interpret: as on a GPU, on the CPU by Triton's interpreter;
@@ -247,17 +248,8 @@ def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[La
             if not first:
                 _add(launch.rows, parameter, state, keys)
     for launch in launches.values():
-        _count_at_once(optimizer, launch)
+        launch.counted = Counted.of(launch.rows.steps)
     return list(launches.values())
-
-
-def _count_at_once(optimizer: Optimizer, launch: Launch) -> None:
-    """See [Note: Counted]."""
-    launch.counted = Counted.of(launch.rows.steps)
-    if launch.counted is not None:
-        launch.rows.steps = launch.counted.each
-        for parameter, count in zip(launch.parameters, launch.counted.each):
-            optimizer.state[parameter]["step"] = count
 
 
 def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
@@ -330,6 +322,11 @@ def _on_gpu(family: Family, options: Options, rows: Rows, gradients: Gradients, 
     counted = torch.stack(rows.steps) if rows.steps else None
     with source.launching_on(device):
         multi_tensor.launch(kernel, family.settings(options), Tensors(columns, counted, scale, infinite), sent, interpret)
+
+
+def is_laid_out(optimizer: Optimizer) -> bool:
+    """Whether its last step was taken here, and it loaded nothing since."""
+    return optimizer in _held
 
 
 def forget(optimizer: Optimizer) -> None:

@@ -44,7 +44,7 @@ def _take_rows(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
     """Rows take the places of whole tensors in the state of a sharded parameter."""
     for key, value in state.items():
         if isinstance(value, DTensor) and value.device_mesh is parameter.device_mesh:
-            continue  # rows of ours, as nearly all are in each step
+            continue  # rows of ours, as nearly all are
         refuse_strange_rows(f"{key} of an optimizer's state", value, parameter)
         if like_parameter(key, value, parameter):
             state[key] = _rows_of(value, parameter)

@@ -76,7 +76,7 @@ def forget(module: nn.Module, _: Any = None) -> None:
 
 def refuse_lost(residues: dict[int, Residue], stepped: Iterable[nn.Parameter]) -> None:
     """A step on gradients of low rank of which nothing was kept, not once. residues: by the id of the parameter."""
-    for parameter in stepped if residues else ():
+    for parameter in stepped:
         residue = residues.get(id(parameter))
         if residue is not None and not residue.changed:
             raise UnsupportedError(

@@ -8,7 +8,7 @@ GradScaler is there at the first call no parameter stays whole, and before steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.amp import GradScaler
@@ -24,12 +24,12 @@ def is_there() -> bool:
     return any(scaler.is_enabled() for scaler in alive(GradScaler))
 
 
-def check(stepped: Sequence[nn.Parameter]) -> None:
-    """Refuses a scaled step whose infinite gradients processes would not agree on."""
+def check(stepped: Callable[[], Sequence[nn.Parameter]]) -> None:
+    """Refuses a scaled step whose infinite gradients processes would not agree on. stepped: gives the parameters with a gradient."""
     if not torch_internals.is_scaled_step():
         return
     first: dict[object, DTensor] = {}
-    for grad in (p.grad for p in stepped if isinstance(p.grad, DTensor)):
+    for grad in (p.grad for p in stepped() if isinstance(p.grad, DTensor)):
         before = first.setdefault((grad.device, grad.dtype), grad)
         if _is_whole(before) and not _is_whole(grad):
             raise UnsupportedError(

@@ -100,8 +100,8 @@ def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None
         state.check_step(optimizer, stepped)
     if states and not stands_still(optimizer):
         _refuse_strangers(optimizer, states)
-    if any(state.plan.sharded for state in states) and torch_internals.is_scaled_step():
-        scaler.check(stepped())
+    if any(state.plan.sharded for state in states):
+        scaler.check(stepped)
 
 
 def _refuse_strangers(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
@@ -117,12 +117,13 @@ def _refuse_strangers(optimizer: Optimizer, states: Sequence[ModelState]) -> Non
 
 def _step(optimizer: Optimizer, closure: bool, sharded: bool, fuses: bool) -> tuple[str, bool]:
     """How a step is taken, in words, and whether it was."""
-    if how := fused_step.steps_itself(optimizer):
-        return how, False
-    if (fuses or optimizer in fused_step.asked_for) and fused_step.take_over(optimizer, closure):
+    itself = fused_step.steps_itself(optimizer)
+    if not itself and (fuses or optimizer in fused_step.asked_for) and fused_step.take_over(optimizer, closure):
         return "all parameters at once", True
-    if sharded:
+    if sharded and not (itself and fused_step.is_laid_out(optimizer)):
         scatter_loaded(optimizer)
+    if itself:
+        return itself, False
     if (sharded or fuses or optimizer in fused_step.asked_for) and factored.take_over(optimizer, closure, sharded):
         return factored.HOW, True
     if sharded and local_step.take_over(optimizer, closure):
