@@ -1,7 +1,7 @@
 """Steps of many parameters, counted by one addition.
 
-[Note: Counted] Optimizers count the steps of each parameter in a tensor of its own, and to add to hundreds of these, one after the other,
-takes a CPU a third of their whole step. So the tensors of those that step together are put side by side in one piece of memory: one
+[Note: Counted] Optimizers count the steps of each parameter in a tensor of its own, and a CPU adds to hundreds of these one after the
+other, in calls that do nothing else. So the tensors of those that step together are put side by side in one piece of memory: one
 addition counts all. Each has a storage of its own of four bytes, so that whatever writes or copies tensors (torch.save,
 safetensors, deepcopy) finds single numbers, and is the object that it was: a loop, or the dict that it was loaded from, may hold it.
 What moves one elsewhere, such as `share_memory_` or another optimizer that has it too, shows in its address.

@@ -49,7 +49,7 @@ class Gradients:
 @dataclass(eq=False)
 class Launch:
     """What steps together. first: it is these parameters' first step. places: theirs among all that step. counted: their steps, where
-    these are counted at once."""
+    these are counted at once. plain: rows that are tensors of the loop's own, which `.data` leaves the same objects."""
 
     options: dict[str, Any]
     first: bool
@@ -57,13 +57,13 @@ class Launch:
     places: list[int] = field(default_factory=list)
     rows: Rows = field(default_factory=Rows)
     counted: Counted | None = None
+    plain: list[Tensor] = field(default_factory=list)
     sent: multi_tensor.Sent = field(default_factory=multi_tensor.Sent)
 
     @property
     def stays(self) -> bool:
         """Whether its rows and counts lie as they did."""
-        rows = itertools.chain(self.rows.params, self.rows.copies, *self.rows.states.values())
-        return all(map(Tensor.is_contiguous, rows)) and (self.counted is None or self.counted.stays)
+        return all(map(Tensor.is_contiguous, self.plain)) and (self.counted is None or self.counted.stays)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,10 @@ def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[La
             launch.places.append(next(places))
             if not first:
                 _add(launch.rows, parameter, state, keys)
+    own = {*map(id, stepped.parameters), *map(id, values_of(optimizer))}
     for launch in launches.values():
+        rows = itertools.chain(launch.rows.params, launch.rows.copies, *launch.rows.states.values())
+        launch.plain = [each for each in rows if id(each) in own]
         launch.counted = Counted.of(launch.rows.steps)
     return list(launches.values())
 
