@@ -81,7 +81,7 @@ def refuse_recurrent(model: nn.Module) -> None:
 def refuse_sparse(model: nn.Module) -> None:
     """Gradients that are no plain tensors are nothing that rows or means could be made of."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise UnsupportedError(
                 f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__} with sparse=True, and gradients that are sparse "
                 "tensors are not averaged over processes; legal: sparse=False, of which only the rows that were looked up travel where "
