@@ -265,13 +265,12 @@ class FirstCall:
 
     def _forecaster(self, where: Circumstances) -> Forecaster | None:
         """Simulates what this call will take by each plan; None where the model cannot be traced by itself."""
-        captured = self.graph.capture or self._capture()
+        captured, config = self.graph.capture or self._capture(), self.config
         if captured is None:
             return None
         trained = [p.name for p in filter(is_trained, captured.inventory.parameters)]
-        there = all_like(self.optimizers, names_of(self.model), trained) if self.optimizers else NAMED[self.config.optimizer]
-        make = as_they_will_step(there, self.config, where.cluster)
-        config = self.config
+        there = all_like(self.optimizers, names_of(self.model), trained) if self.optimizers else NAMED[config.optimizer]
+        make = as_they_will_step(there, config, where.cluster)
         return Forecaster(captured, make, where.cluster, config.codegen, self.manager.pipeline, accumulation=config.accumulation)
 
     def _capture(self) -> Capture | None:

@@ -329,7 +329,7 @@ class Forecaster:
 
     def _key(self, plan: Plan) -> Key:
         """All of it that a step depends on."""
-        return (*_key(plan), *self._left(plan))
+        return (*_regathered(plan), plan.recompute, plan.ahead, *self._left(plan))
 
 
 def _parts(took: StepTime) -> dict[str, float]:
@@ -353,11 +353,6 @@ def _layouts(plan: Plan) -> Key:
 def _regathered(plan: Plan) -> Key:
     """What of it they show after that, but for what is computed again."""
     return (*_layouts(plan), plan.partition_activations, *(g.degrees.parameter for g in plan.groups))
-
-
-def _key(plan: Plan) -> Key:
-    """All of it that they show."""
-    return (*_regathered(plan), plan.recompute, plan.ahead)
 
 
 def _strange(cluster: Cluster) -> tuple[str, ...]:

@@ -67,12 +67,16 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
             )
 
 
+def _found(name: str, module: nn.Module) -> str:
+    return f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__}"
+
+
 def refuse_recurrent(model: nn.Module) -> None:
     """Dynamo leaves these out of every graph, and with them the module that calls one."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             raise UnsupportedError(
-                f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__}: Dynamo leaves it out of every graph, so nothing would "
+                f"{_found(name, module)}: Dynamo leaves it out of every graph, so nothing would "
                 "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
                 "(nn.LSTMCell and nn.GRUCell are fine)"
             )
@@ -83,7 +87,7 @@ def refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise UnsupportedError(
-                f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__} with sparse=True, and gradients that are sparse "
+                f"{_found(name, module)} with sparse=True, and gradients that are sparse "
                 "tensors are not averaged over processes; legal: sparse=False, of which only the rows that were looked up travel where "
                 "that is fewer bytes"
             )

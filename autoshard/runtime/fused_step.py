@@ -35,7 +35,7 @@ from autoshard.runtime.families import FAMILIES, MASTER, Family, Options, Rows, 
 from autoshard.runtime.loaded import scatter_loaded, values_of
 
 _GRADIENT = operator.attrgetter("grad")
-_HOW = operator.attrgetter("dtype", "layout", "device")
+_HOW = ("dtype", "layout", "device")  # in what a gradient must be as its parameter is
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
 
 def stepped_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that a step changes: those with a gradient."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p for group in optimizer.param_groups for p in _with_gradients(group["params"])[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +135,8 @@ def _seen(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Any]:
 
 
 def _how(rows: Sequence[Tensor]) -> list[list[Any]]:
-    """In what a gradient must be as its parameter is; no tuple of each, which would have Python collect garbage in each step."""
-    return [list(map(operator.attrgetter(name), rows)) for name in ("dtype", "layout", "device")]
+    """A list for each of these; no tuple of each row, which would have Python collect garbage in each step."""
+    return [list(map(operator.attrgetter(name), rows)) for name in _HOW]
 
 
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:
@@ -200,7 +200,7 @@ def _hold(optimizer: Optimizer, held: Held) -> None:
 def _unfit_gradients(stepped: Stepped, how: list[list[Any]]) -> str:
     if _how(stepped.gradient_rows) == how and torch_internals.lie_alike(stepped.gradients, stepped.parameters):
         return ""
-    ours, given = (list(map(_HOW, rows)) for rows in (stepped.rows, stepped.gradient_rows))
+    ours, given = (zip(*_how(rows)) for rows in (stepped.rows, stepped.gradient_rows))
     placements = (torch_internals.placements_of_each(tensors) for tensors in (stepped.parameters, stepped.gradients))
     for p, one, other, *at in zip(stepped.parameters, ours, given, *placements):
         if (one, at[0]) != (other, at[1]):
