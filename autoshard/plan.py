@@ -288,7 +288,7 @@ class Plan:
         """True for one process: nothing is rewritten."""
         return self.world == 1
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """True if some parameter's rows lie on several processes."""
         return any(g.degrees.optimizer > 1 for g in self.groups)

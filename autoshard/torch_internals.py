@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter, is_
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch._dynamo.config
@@ -266,6 +267,16 @@ def compiled_calls() -> Iterator[CompiledCall]:
             yield CompiledCall(found["fn"], found.get("args", ()), found.get("kwargs", {}), backend, said)
 
 
+def _frames_of(code: CodeType) -> list[Any]:
+    """Those of `_frames` that run this. Each step asks for some, so all are gone through in one call."""
+    frame, found = cast(Any, sys._getframe(1)), []
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
 def _frames() -> Iterator[Any]:
     """Of the Python functions that run, innermost first."""
     frame: Any = sys._getframe(1)
@@ -318,7 +329,18 @@ def surround_steps(before: Callable[..., Any] | None = None, after: Callable[...
     """Registers hooks of all optimizers' steps that `has_step_hooks` does not count. Seen: 2.11, 2.13."""
     for hook, register in ((before, register_optimizer_step_pre_hook), (after, register_optimizer_step_post_hook)):
         if hook is not None:
-            _own_step_hooks.add(register(torch.compiler.disable(hook)).id)  # type: ignore[attr-defined]
+            _own_step_hooks.add(register(_untraced(hook)).id)  # type: ignore[attr-defined]
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What Dynamo does not look into. `torch.compiler.disable` takes longer than a short hook, so it is there only where Dynamo looks."""
+    disabled = torch.compiler.disable(hook)
+
+    @functools.wraps(hook)
+    def untraced(*args: Any) -> Any:
+        return disabled(*args) if torch.compiler.is_dynamo_compiling() else hook(*args)
+
+    return untraced
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -346,7 +368,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 def is_scaled_step() -> bool:
     """True, of a hook before a step, where a GradScaler that is not switched off takes that step. Reads the frame of
     `GradScaler.step`. Seen: 2.11, 2.13."""
-    return any(f.f_code is GradScaler.step.__code__ and f.f_locals["self"].is_enabled() for f in _frames())
+    return any(frame.f_locals["self"].is_enabled() for frame in _frames_of(GradScaler.step.__code__))
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -365,13 +387,19 @@ def kept_buffers(module: torch.nn.Module) -> list[str]:
 def within_step(optimizer: torch.optim.Optimizer) -> bool:
     """True, of a hook before or after a step, where that step is a part of another one of the same optimizer: of a subclass whose
     step calls its parent's. Reads the frames of `profile_hook_step`'s `wrapper(*args, **kwargs)`. Seen: 2.11, 2.13."""
-    steps = (f for f in _frames() if f.f_code.co_name == "wrapper" and f.f_globals["__name__"] == "torch.optim.optimizer")
-    return sum(f.f_locals["args"][0] is optimizer for f in steps) > 1
+    steps = _frames_of(_HOOKED_STEP)
+    return len(steps) > 1 and sum(frame.f_locals["args"][0] is optimizer for frame in steps) > 1
+
+
+_HOOKED_STEP: CodeType = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__  # which all of them have
 
 
 def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> None:
-    """Adds to many tensors in place, in one launch. Seen: 2.11, 2.13."""
-    torch._foreach_add_(tensors, number)
+    """Adds to tensors in place; to many in one launch. Seen: 2.11, 2.13."""
+    if len(tensors) == 1:
+        tensors[0].add_(number)  # in a fifth of the time
+    else:
+        torch._foreach_add_(tensors, number)
 
 
 def rows_of_each(tensors: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import platform
+import random
 import statistics
 import tempfile
 import time
@@ -109,22 +110,24 @@ def _step_by_torch(optimizer: Optimizer) -> None:
         step_without_hooks(optimizer)
 
 
+BASE = "torch AdamW(fused=True), plain tensors of local size"
 CONTENDERS: dict[str, Callable[[Shapes], Callable[[], object]]] = {
-    "torch AdamW(fused=True), plain tensors of local size": _alone(plain, fused=True),
+    BASE: _alone(plain, fused=True),
     "torch AdamW, DTensors": _alone(dtensors),
     "torch AdamW(fused=True), DTensors": _alone(dtensors, fused=True),
     "torch AdamW, in a job": _in_a_job(AdamW),
     "autoshard.optim.AdamW, in a job": _in_a_job(autoshard.optim.AdamW),
+    "the first once more, made last": _alone(plain, fused=True),  # how far alike ones are apart here
 }
 
 
 def measure(shapes: Shapes, rounds: int) -> Seconds:
-    """Of all contenders, in turns of another order each, since who steps behind whom shows."""
+    """Of all contenders, in turns of another order each, the same in both processes: who steps behind whom shows."""
     steps = [(name, make(shapes)) for name, make in CONTENDERS.items()]
     seconds: Seconds = {name: [] for name in CONTENDERS}
+    orders = random.Random(0)
     for turn in range(rounds + 3):
-        first = turn % len(steps)
-        for name, step in steps[first:] + steps[:first]:
+        for name, step in orders.sample(steps, len(steps)):
             dist.barrier()
             start = time.perf_counter()
             step()
@@ -152,9 +155,8 @@ def report(starts: list[dict[str, Seconds]]) -> str:
 
 
 def _cell(starts: list[Seconds], name: str) -> str:
-    base = next(iter(CONTENDERS))
-    ratios = [statistics.median(a / b for a, b in zip(seconds[name], seconds[base])) for seconds in starts]
-    spread = f", {min(ratios):.2f} to {max(ratios):.2f}" if name != base else ""
+    ratios = [statistics.median(a / b for a, b in zip(seconds[name], seconds[BASE])) for seconds in starts]
+    spread = f", {min(ratios):.2f} to {max(ratios):.2f}" if name != BASE else ""
     median = statistics.median(statistics.median(seconds[name]) for seconds in starts)
     return f"{median * 1e3:.2f} ({statistics.median(ratios):.2f}{spread})"
 

@@ -95,8 +95,9 @@ def _is_zero(rate: Any) -> bool:
 
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
     """Refuses by name what fails, or does nothing, on DTensors and cannot step on rows."""
-    on_rows = can_step_locally(optimizer) or factored.can_take_over(optimizer)
-    if fused_step.steps_itself(optimizer) or (on_rows and not closure):
+    if fused_step.steps_itself(optimizer):
+        return
+    if not closure and (can_step_locally(optimizer) or factored.can_take_over(optimizer)):
         return
     kind = type(optimizer).__name__
     fused_sgd = kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from autoshard.runtime.buffers import Buffers
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import Call, Lockstep, before_backward
-from autoshard.runtime.optimizers import options_of, stands_still
+from autoshard.runtime.optimizers import options_of
 from autoshard.runtime.processes import World
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.residue import Residue, refuse_lost, residues_of
@@ -104,7 +105,7 @@ class ModelState:
             early=self.early and Early(),
         )
         if not self.plan.leaves_alone:
-            _live.add(made)
+            _remember(made)
             _copies.add(made)
         return made
 
@@ -115,7 +116,7 @@ class ModelState:
         self.ids = names_of(self.model)
         if self.plan.leaves_alone:
             return
-        _live.add(self)
+        _remember(self)
         for module in self.model.modules():
             if module._parameters:
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
@@ -183,14 +184,14 @@ class ModelState:
             self._load = missing
             self.come(f"load_state_dict, of {name!r} and what follows")
 
-    def check_step(self, optimizer: Optimizer, stepped: Callable[[], Sequence[nn.Parameter]]) -> None:
+    def check_step(self, optimizer: Optimizer, stepped: Callable[[], Sequence[nn.Parameter]], still: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
-        would drift apart. stepped: gives the parameters of the optimizer that have gradients."""
+        would drift apart. stepped: gives the parameters of the optimizer that have gradients. still: it changes none of them."""
         if self.accumulation.waiting():
             raise DivergenceError(
                 "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
             )
-        if stands_still(optimizer):
+        if still:
             return
         if self.residues:
             refuse_lost(self.residues, stepped())
@@ -211,8 +212,13 @@ class ModelState:
         return {n: p for n, p in named if not isinstance(p, DTensor) or all(at.is_replicate() for at in p.placements)}
 
 
-_live: weakref.WeakSet[ModelState] = weakref.WeakSet()
+# Not a WeakSet: each step asks twice for what is in here, which one takes 50 µs to give beside a step that has emptied the caches.
+_live: list[weakref.ref[ModelState]] = []
 _copies: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+def _remember(state: ModelState) -> None:
+    _live.append(weakref.ref(state, _live.remove))
 
 
 def copies() -> list[ModelState]:
@@ -223,13 +229,14 @@ def copies() -> list[ModelState]:
 def stepped_by(optimizer: Optimizer) -> list[ModelState]:
     """The states of the models whose parameters an optimizer has, in the same order on all processes."""
     parameters = [group["params"] for group in optimizer.param_groups]
-    found = [state for state in _live if any(id(p) in state.ids for p in itertools.chain.from_iterable(parameters))]
-    return sorted(found, key=lambda state: (state.topic, state.number))
+    here = [state for ref in _live if (state := ref()) is not None]
+    found = [state for state in here if not state.ids.keys().isdisjoint(map(id, itertools.chain.from_iterable(parameters)))]
+    return sorted(found, key=operator.attrgetter("topic", "number")) if len(found) > 1 else found
 
 
 def any_live() -> bool:
     """Whether there is a model that several processes train, or a copy of one."""
-    return len(_live) > 0
+    return bool(_live)
 
 
 def make_unusable(model: nn.Module, error: Exception) -> None:
@@ -263,7 +270,7 @@ def states_in(model: nn.Module) -> list[ModelState]:
 
 
 def _state_with(parameter: nn.Parameter) -> ModelState | None:
-    return next((state for state in _live if id(parameter) in state.ids), None)
+    return next((state for ref in _live if (state := ref()) is not None and id(parameter) in state.ids), None)
 
 
 def _scatter_loaded(

@@ -8,6 +8,7 @@ A compiled step has them between its graphs: Dynamo must not trace what looks at
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from autoshard.runtime.state import ModelState, any_live, stepped_by
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+_IDS, _EARLY = operator.attrgetter("ids"), operator.attrgetter("early")
 _out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
@@ -66,7 +68,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     states = stepped_by(optimizer)
     if not states and any_live():
         beside.after_step(optimizer)
-    for early in sorted((s.early for s in states if s.early), key=lambda early: early.number):
+    for early in sorted(filter(None, map(_EARLY, states)), key=lambda early: early.number):
         naming_lost_peers(early.start)()
 
 
@@ -95,20 +97,19 @@ def _checked(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[[], 
 
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
-    stepped = functools.cache(lambda: fused_step.stepped_by(optimizer))  # which most steps need not ask
+    stepped, still = functools.partial(fused_step.stepped_by, optimizer), stands_still(optimizer)
     for state in states:
-        state.check_step(optimizer, stepped)
-    if states and not stands_still(optimizer):
+        state.check_step(optimizer, stepped, still)
+    if states and not still:
         _refuse_strangers(optimizer, states)
     if any(state.plan.sharded for state in states):
         scaler.check(stepped)
 
 
 def _refuse_strangers(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
-    known = set[int]().union(*(state.ids for state in states))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = () if known.issuperset(map(id, parameters)) else (p for p in parameters if id(p) not in known and p.grad is not None)
-    for parameter in strange:
+    known = functools.reduce(operator.or_, map(_IDS, states))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for parameter in (p for p in parameters if id(p) not in known and p.grad is not None):
         raise DivergenceError(
             f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is in no model compiled with "
             "autoshard, beside some that are: nothing averages its gradient, so processes would silently differ"
