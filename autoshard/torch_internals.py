@@ -25,6 +25,9 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import (
+    get_eval_frame_callback,  # seen: 2.11, 2.13; None where Dynamo looks at no frame
+)
 from torch._decomp import get_decompositions  # seen: 2.11, 2.13
 from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
 from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
@@ -333,12 +336,14 @@ def surround_steps(before: Callable[..., Any] | None = None, after: Callable[...
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What Dynamo does not look into. `torch.compiler.disable` takes longer than a short hook, so it is there only where Dynamo looks."""
+    """What Dynamo does not look into. `torch.compiler.disable` takes longer than a short hook, so it is there only where Dynamo looks: at
+    this, or at what a frame calls that it has compiled in parts. Seen: 2.11, 2.13."""
     disabled = torch.compiler.disable(hook)
 
     @functools.wraps(hook)
     def untraced(*args: Any) -> Any:
-        return disabled(*args) if torch.compiler.is_dynamo_compiling() else hook(*args)
+        looks = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+        return disabled(*args) if looks else hook(*args)
 
     return untraced
 

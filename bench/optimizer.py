@@ -14,9 +14,9 @@ import argparse
 import functools
 import json
 import os
-import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -30,8 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
-import autoshard
-from autoshard.torch_internals import step_without_hooks
+sys.path.insert(0, str(Path(__file__).parent))
+
+import report  # noqa: E402
+
+import autoshard  # noqa: E402
+from autoshard.torch_internals import step_without_hooks  # noqa: E402
 
 WORLD = 2
 RESULT = Path(__file__).parent / "results" / "optimizer.md"
@@ -136,14 +140,14 @@ def measure(shapes: Shapes, rounds: int) -> Seconds:
     return seconds
 
 
-def report(starts: list[dict[str, Seconds]]) -> str:
+def page(starts: list[dict[str, Seconds]]) -> str:
     """Of the same models and contenders in each start."""
     lines = [
         "# One step of AdamW",
         "",
         f"On rows of {WORLD} processes of one thread, fp32; ms, and in brackets the ratio to the first line's step of the same turn: the median "
         f"of {len(starts)} starts of a job, and the least and the most of them. In a job: with all that surrounds its steps.",
-        f"Written by `python bench/optimizer.py` on {platform.processor() or platform.machine()} with {os.cpu_count()} cores, "
+        f"Written by `python bench/optimizer.py` on {report.cpu_name()} with {os.cpu_count()} cores, "
         f"torch {torch.__version__}.",
         "",
         "| | " + " | ".join(MODELS) + " |",
@@ -183,7 +187,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=7, help="takes 100 s each on two cores")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    RESULT.write_text(report([start(options.rounds) for _ in range(options.starts)]))
+    RESULT.write_text(page([start(options.rounds) for _ in range(options.starts)]))
     print(RESULT.read_text())
 
 

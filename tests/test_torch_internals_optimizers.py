@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -73,6 +74,27 @@ def test_hooks_around_all_steps_are_seen() -> None:
         handle = register(lambda *_: None)
         assert torch_internals.has_step_hooks(optimizer)
         handle.remove()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dynamo_does_not_look_into_what_surrounds_a_step(compiled: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    looked = []
+
+    def hook(stepping: torch.optim.Optimizer, *_: object) -> None:
+        if stepping is optimizer:
+            looked.append(torch.compiler.is_compiling() or get_eval_frame_callback() is not None)
+
+    torch_internals.surround_steps(hook, hook)
+
+    def train(x: torch.Tensor) -> None:
+        (parameter * x).sum().backward()
+        optimizer.step()
+
+    for number in range(3):
+        (torch.compile(train, backend="eager") if compiled else train)(torch.full((2,), float(number)))
+    assert looked == [False] * 6
 
 
 def test_a_step_is_taken_without_hooks() -> None:
