@@ -80,6 +80,7 @@ __all__ = [
     "first_cause",
     "fused_adam",
     "fused_sgd",
+    "get_eval_frame_callback",
     "gives_nothing",
     "gloo_in_turn",
     "gradient_places",

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -84,7 +83,7 @@ def test_dynamo_does_not_look_into_what_surrounds_a_step(compiled: bool) -> None
 
     def hook(stepping: torch.optim.Optimizer, *_: object) -> None:
         if stepping is optimizer:
-            looked.append(torch.compiler.is_compiling() or get_eval_frame_callback() is not None)
+            looked.append(torch.compiler.is_compiling() or torch_internals.get_eval_frame_callback() is not None)
 
     torch_internals.surround_steps(hook, hook)
 
