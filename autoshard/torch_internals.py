@@ -19,7 +19,7 @@ from datetime import timedelta
 from operator import attrgetter, is_
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config
@@ -272,13 +272,8 @@ def compiled_calls() -> Iterator[CompiledCall]:
 
 
 def _frames_of(code: CodeType) -> list[Any]:
-    """Those of `_frames` that run this. Each step asks for some, so all are gone through in one call."""
-    frame, found = cast(Any, sys._getframe(1)), []
-    while frame is not None:
-        if frame.f_code is code:
-            found.append(frame)
-        frame = frame.f_back
-    return found
+    """Those of `_frames` that run this."""
+    return [frame for frame in _frames() if frame.f_code is code]
 
 
 def _frames() -> Iterator[Any]:
@@ -401,11 +396,8 @@ _HOOKED_STEP: CodeType = torch.optim.Optimizer.profile_hook_step(torch.optim.Opt
 
 
 def add_to_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> None:
-    """Adds to tensors in place; to many in one launch. Seen: 2.11, 2.13."""
-    if len(tensors) == 1:
-        tensors[0].add_(number)  # in a fifth of the time
-    else:
-        torch._foreach_add_(tensors, number)
+    """Adds to many tensors in place, in one launch. Seen: 2.11, 2.13."""
+    torch._foreach_add_(tensors, number)
 
 
 def rows_of_each(tensors: Sequence[Any]) -> list[Any]:

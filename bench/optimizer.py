@@ -184,7 +184,7 @@ def start(rounds: int) -> dict[str, Seconds]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--starts", type=int, default=7, help="takes 100 s each on two cores")
+    parser.add_argument("--starts", type=int, default=7, help="takes 150 s each on two cores")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     RESULT.write_text(page([start(options.rounds) for _ in range(options.starts)]))

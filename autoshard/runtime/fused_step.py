@@ -174,9 +174,8 @@ def take(
     if reason := while_captured():
         return reason
     stepped = Stepped.by(optimizer)
-    held = _held.get(optimizer)
-    laid_out = held is not None and held.holds(optimizer, family, stepped)
-    if held is None or not laid_out:
+    held = before = _held.get(optimizer)
+    if held is None or not held.holds(optimizer, family, stepped):
         scatter_loaded(optimizer)
         mastered = getattr(optimizer, "master_weights", False)
         if reason := next((r for p in stepped.parameters if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), ""):
@@ -187,7 +186,7 @@ def take(
     _run(optimizer, family, held.launches, stepped, gradients(), interpret)
     # so that a graph of before the step, which may have saved either, does not go backward unnoticed
     torch.autograd.graph.increment_version([*stepped.parameters, *stepped.rows])
-    if not laid_out and not any(launch.first for launch in held.launches):
+    if held is not before and not any(launch.first for launch in held.launches):
         _hold(optimizer, held)
     return ""
 

@@ -212,7 +212,7 @@ class ModelState:
         return {n: p for n, p in named if not isinstance(p, DTensor) or all(at.is_replicate() for at in p.placements)}
 
 
-# Not a WeakSet: each step asks twice for what is in here, which one takes 50 µs to give beside a step that has emptied the caches.
+# No WeakSet, which takes long to give what is in it: each step asks twice.
 _live: list[weakref.ref[ModelState]] = []
 _copies: weakref.WeakSet[ModelState] = weakref.WeakSet()
 

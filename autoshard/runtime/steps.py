@@ -27,7 +27,6 @@ from autoshard.runtime.state import ModelState, any_live, stepped_by
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-_IDS, _EARLY = operator.attrgetter("ids"), operator.attrgetter("early")
 _out: weakref.WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
@@ -68,7 +67,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     states = stepped_by(optimizer)
     if not states and any_live():
         beside.after_step(optimizer)
-    for early in sorted(filter(None, map(_EARLY, states)), key=lambda early: early.number):
+    for early in sorted((s.early for s in states if s.early), key=lambda early: early.number):
         naming_lost_peers(early.start)()
 
 
@@ -107,7 +106,7 @@ def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None
 
 
 def _refuse_strangers(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
-    known = functools.reduce(operator.or_, map(_IDS, states))
+    known = functools.reduce(operator.or_, (state.ids for state in states))
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for parameter in (p for p in parameters if id(p) not in known and p.grad is not None):
         raise DivergenceError(
