@@ -14,10 +14,8 @@ and generate code for backwards that never come.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -28,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from autoshard import torch_internals
+from autoshard.backwards import Backwards
 from autoshard.blocks import Halves, compile_block, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import UnsupportedError
@@ -50,6 +49,7 @@ from autoshard.passes.take_rows import takers
 from autoshard.passes.take_whole import Whole, put_unshards, wholes
 from autoshard.runtime.dtensors import taking_rows
 from autoshard.runtime.lost_peers import naming_lost_peers
+from autoshard.runtime.undefined import leaving_undefined
 from autoshard.version import __version__
 
 # what sends, beside torch's collectives
@@ -69,9 +69,7 @@ class Joint:
 
     def copied(self) -> Joint:
         """One to part while this one stays as it is."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 of its own tree specs
-            return replace(self, graph=copy.deepcopy(self.graph))
+        return replace(self, graph=graphs.duplicate(self.graph))
 
     def halves(self, cut: Cut) -> Halves:
         """Forward and backward, as `cut` parts them."""
@@ -110,7 +108,7 @@ class Compilation:
             blocks = compile_blocks(gm, lambda _, body: compile_block(body, self.differentiate, self.generate))
             outer = self.around(gm, blocks, inputs)
             run = outer._inductor(gm, inputs) if outer.inductor else outer._eager(gm, inputs)
-        named = taking_rows(naming_lost_peers(run), tuple(rows))
+        named = taking_rows(naming_lost_peers(leaving_undefined(run)), tuple(rows))
         named.blocks = blocks  # type: ignore[attr-defined]  # its code names them by keys, which live as long as they do
         return named
 
@@ -249,7 +247,7 @@ class Compilation:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def backward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             """Where a frame that Dynamo compiles calls `loss.backward()`, it would go on with this, and with what this gives."""
-            return torch.compiler.disable(compiler("backward")(graph, given))  # type: ignore[no-any-return]
+            return torch.compiler.disable(Backwards(graph, compiler("backward")))  # type: ignore[no-any-return]
 
         return aot_module_simplified(  # type: ignore[no-any-return]
             gm,
@@ -263,19 +261,29 @@ class Compilation:
 
     def _inductor(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def inner(graph: GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            phase: Phase = "forward"
-            if kwargs.get("is_inference"):
-                phase = "inference"
-            elif kwargs.get("is_backward"):
-                phase = "backward"
+            if kwargs.get("is_backward"):
+                return backward(graph, graph_inputs, **kwargs)
+            phase: Phase = "inference" if kwargs.get("is_inference") else "forward"
             with self.phases.phase(phase, _size(graph)):
                 graph = self._finished(graph, phase)
-                if phase != "backward":  # which is given what forward saves, as that lies there
-                    graph_inputs = self._rows(graph, graph_inputs)
-                    gathered = {n for n, whole in self._wholes_of(graph).items() if whole.sharded}
-                    torch_internals.leave_as_they_lie(graph.graph, gathered)
-                compiled = torch_internals.inner_inductor(graph, graph_inputs, **kwargs)
-            return torch_internals.wrap_compiled(compiled, naming_lost_peers)
+                graph_inputs = self._rows(graph, graph_inputs)
+                gathered = {n for n, whole in self._wholes_of(graph).items() if whole.sharded}
+                torch_internals.leave_as_they_lie(graph.graph, gathered)
+                return compiled(graph, graph_inputs, **kwargs)
+
+        def backward(graph: GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            """It is given what forward saves, as that lies there."""
+            entered = torch_internals.entering_again(patches)
+
+            def generate(part: GraphModule, absent: Sequence[int]) -> Callable[[list[Any]], Any]:
+                given = [x for i, x in enumerate(graph_inputs) if i not in absent]
+                with entered(), self.phases.phase("backward", _size(part)):
+                    return compiled(self._finished(part, "backward"), given, **kwargs)
+
+            return Backwards(graph, generate)
+
+        def compiled(graph: GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            return torch_internals.wrap_compiled(torch_internals.inner_inductor(graph, graph_inputs, **kwargs), naming_lost_peers)
 
         identity = f"autoshard {__version__} {self.context.plan.hash} {self.manager.spec} in order {IN_ORDER}"
         torch_internals.keep_in_order(IN_ORDER)

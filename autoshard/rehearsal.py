@@ -28,9 +28,11 @@ from autoshard.ops.layout import ACROSS, INSIDE, layout_of, layout_of_parameter
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.passes import graphs, registry
 from autoshard.passes.base import Context, Pass, Phase
+from autoshard.passes.choose_unused import unused
 from autoshard.passes.dump import Dump
 from autoshard.passes.exchange_blocks import can_exchange, exchange_blocks
 from autoshard.passes.keep_overwritten import keep_overwritten
+from autoshard.passes.leave_out import leave_out
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, KEY, POLICY, PREFIX
 from autoshard.plan import ParameterGroup, Plan
@@ -208,6 +210,7 @@ class Prepared:
         """The whole for policies of many blocks, its collectives not lowered. kept: what is saved without any."""
         joint = self.joint.copied()
         assert joint.keywords is not None
+        leave_out(joint.graph, unused(joint.graph.graph))
         with _tracing(self.captured):
             ready = self.compilation.before_parting(joint)
         found = JointList.of(ready, joint.keywords["num_fwd_outputs"], self.compilation.context.plan.stacks, kept)
@@ -278,6 +281,7 @@ class _Rehearsal(Compilation):
         if halves.backward is None:
             return Rehearsed(self.last(self.infer(halves.forward), "inference"), None, halves.results, {}, blocks)
         forward, backward = self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
+        leave_out(backward, unused(backward.graph))
         return Rehearsed(self.last(forward, "forward"), self.last(backward, "backward"), halves.results, links, blocks)
 
 

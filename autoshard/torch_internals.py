@@ -77,6 +77,7 @@ __all__ = [
     "decompositions_of",
     "each_divided",
     "emit_artifact",
+    "entering_again",
     "first_cause",
     "fused_adam",
     "fused_sgd",
@@ -102,12 +103,14 @@ __all__ = [
     "keep_in_order",
     "kept_buffers",
     "leave_as_they_lie",
+    "leave_undefined",
     "leave_open",
     "lie_alike",
     "like_rows",
     "module_call",
     "module_path",
     "norm_of_each",
+    "order_of_strides",
     "original_of",
     "placements_of_each",
     "put_random_states_first",
@@ -124,11 +127,13 @@ __all__ = [
     "saves_by",
     "schema_of",
     "share_memory",
+    "sizes_in",
     "step_without_hooks",
     "storage_of",
     "suppressed_errors",
     "surround_steps",
     "takes_scaled_gradients",
+    "tangents",
     "times_written",
     "transport_of",
     "unwrapped",
@@ -179,6 +184,13 @@ def ignore_messages_given_once() -> None:
     the graph at it: in GPT-2's loss, for one. Seen: 2.11, 2.13."""
     found = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     torch._dynamo.config.ignore_logging_functions |= {method for method in found if method is not None}
+    logging.getLogger("torch._dynamo.metrics_context").addFilter(_tells_more)
+
+
+def _tells_more(record: logging.LogRecord) -> bool:
+    """Not that a function among the settings cannot be written into a record of a compilation: 2.11 says so, with a traceback, behind
+    each one. Seen: 2.11; 2.13 leaves that setting out of its records."""
+    return not (record.exc_info and isinstance(record.exc_info[1], TypeError) and "exception logging" in record.msg)
 
 
 def before_traces(callback: Callable[[], None]) -> None:
@@ -572,6 +584,31 @@ def input_position(placeholder: torch.fx.Node) -> int | None:
     return described.idx if isinstance(described, PlainAOTInput) else None
 
 
+def tangents(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The inputs of a joint or backward graph that are gradients of results, in order; not the insides of tensor subclasses. Seen: 2.11,
+    2.13."""
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+
+    return [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), TangentAOTInput)]
+
+
+def leave_undefined(results: Sequence[Any], given: Sequence[Any], known: type | None = None) -> type | None:
+    """Of a compiled graph that gave these results for what it was given: its backward gets None in the place of gradients that nobody
+    computes, where autograd would make zeros. Returns the class of its autograd function, to be given as `known` from then on; None where
+    nothing is differentiated. A result may be an input, of a function that knows nothing of this. Seen: 2.11, 2.13."""
+    functions = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+    if known is None and functions:
+        if any(type(r) is not torch.Tensor for r in results if isinstance(r, torch.Tensor)):
+            return None  # AOTAutograd takes the gradient of a subclass apart
+        others = {type(x.grad_fn) for x in given if isinstance(x, torch.Tensor)}
+        ours = (type(f) for f in functions if isinstance(f, torch.autograd.function.BackwardCFunction))
+        known = next((kind for kind in ours if kind not in others), None)
+    made = next((f for f in functions if type(f) is known), None)
+    if made is not None:
+        made.set_materialize_grads(False)  # type: ignore[attr-defined]
+    return known
+
+
 def written_position(placeholder: torch.fx.Node) -> int | None:
     """As `input_position`, of an input that is written to. Of several that share memory, one of which is, AOTAutograd makes one that has
     it all: then the position of one of these. Seen: 2.11, 2.13."""
@@ -602,6 +639,32 @@ def like_rows(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:
     time of `DTensor.from_local`, which traces, checks and views. Seen: 2.11, 2.13."""
     spec = whole._spec
     return lambda rows: DTensor(rows, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def order_of_strides(tensor: torch.Tensor) -> list[int]:
+    """Its dimensions as they lie in memory, the outermost first; of open sizes as they lay where it was traced. Seen: 2.11, 2.13."""
+    strides = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in tensor.stride()]
+    return sorted(range(tensor.dim()), key=lambda d: -strides[d])
+
+
+def sizes_in(graph: torch.fx.Graph, sizes: Sequence[Any]) -> list[Any]:
+    """Sizes as arguments of a call in this graph, computed where it now inserts nodes: a symbolic one, of the symbols that are inputs of
+    the graph. Seen: 2.11, 2.13."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    given = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.SymInt)]
+    known = {n.meta["val"].node.expr: n for n in given}
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    symbols = {expr: torch.fx.Proxy(n, tracer) for expr, n in known.items() if expr.is_Symbol}
+
+    def argument(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        return known[expr] if expr in known else sympy_interp(PythonReferenceAnalysis, symbols, expr).node
+
+    return [argument(size) for size in sizes]
 
 
 def module_path(node: torch.fx.Node) -> str:
@@ -729,6 +792,22 @@ class Tracing:
             else:
                 made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)
+
+
+def entering_again(patches: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Gives what enters this compilation once more when it has ended, for code that turns out to be needed then. patches: of Inductor's
+    configuration. Seen: 2.11, 2.13."""
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor import config
+
+    tracing = torch._guards.TracingContext.get()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with compile_lock, torch._guards.tracing(tracing), torch._C._DisableAutocast(), config.patch(patches):
+            yield
+
+    return entered
 
 
 def inductor_alone(gm: torch.fx.GraphModule, **kwargs: Any) -> Callable[[list[Any]], Any]:

@@ -90,24 +90,31 @@ def test_the_peak_is_the_measured_one(make: type[nn.Module], batch: int, codegen
 
 
 class Shown(nn.Module):
-    """Gives what it computed its loss of, far in front of its peak in backward."""
+    """Gives what a loss is computed of, far in front of its peak in backward. own: and a loss of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: bool) -> None:
         super().__init__()
         self.up, self.down, self.head = nn.Linear(192, 2048), nn.Linear(2048, 64), nn.Linear(64, 1024)
+        self.own = own
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = self.head(self.down(torch.tanh(self.up(x.flatten(1)))))
-        return logits.square().mean(), logits
+        return (logits, logits.square().mean()) if self.own else (logits,)
 
 
-def test_what_autograd_gives_backward_is_there_until_it_returns() -> None:
-    """Zeros, for a result that a loop makes nothing of."""
-    model, x = Shown(), torch.randn(512, 3, 8, 8)
+@pytest.mark.parametrize("own", [False, True])
+def test_what_autograd_gives_backward_is_there_until_it_returns(own: bool) -> None:
+    """Of a model with a loss of its own that is the loss's gradient alone."""
+    model, x = Shown(own), torch.randn(512, 3, 8, 8)
     predicted = _plan(_forecaster(model, x, 1), 0).predicted
     torch.compiler.reset()
     compiled = torch.compile(model, backend=autoshard.backend(Config(codegen="eager", verbose=False)))
-    grown = grown_in_a_step(lambda: compiled(x)[0], torch.optim.AdamW(model.parameters()))
+
+    def loss() -> torch.Tensor:
+        *logits, last = compiled(x)
+        return last if logits else last.square().mean()
+
+    grown = grown_in_a_step(loss, torch.optim.AdamW(model.parameters()))
     assert above_held(predicted) == pytest.approx(grown, rel=0.01)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -386,6 +387,13 @@ def _copied(gm: GraphModule, stack: Any) -> GraphModule:
         if isinstance(inner, GraphModule):
             setattr(made, name, _copied(inner, stack))
     return made
+
+
+def duplicate(gm: GraphModule) -> GraphModule:
+    """A copy of a graph and its nodes, for what changes them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 of its own tree specs
+        return copy.deepcopy(gm)
 
 
 def described(value: Any) -> str:
