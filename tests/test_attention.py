@@ -92,7 +92,7 @@ def test_a_sweep_has_it_too() -> None:
         assert int(sweep.at(batch=batch).peak) == alone.peak_bytes
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("device", ["cpu", in_full("h100")])
 def test_what_is_repeated_under_a_random_state_costs_what_it_is(device: str) -> None:
     seconds = {}
     for how in ("none", "full"):

@@ -233,6 +233,7 @@ class Next(Stack):
         return nn.functional.cross_entropy(self.first(x).view(-1, 8), labels.view(-1))
 
 
+@pytest.mark.full
 def test_generated_code_finds_lengths_that_only_others_are_made_of() -> None:
     """The backward of what is behind the blocks takes labels of `length + 1`, and nothing else as long as these."""
     torch.compiler.reset()

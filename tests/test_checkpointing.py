@@ -113,7 +113,7 @@ def test_regions_are_honoured(two: Cluster, zero: int, kind: str, codegen: str) 
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize(("around", "inside"), [("plain", "none"), ("none", "plain"), in_full("plain", "plain")])
+@pytest.mark.parametrize(("around", "inside"), [("plain", "none"), in_full("none", "plain"), in_full("plain", "plain")])
 def test_regions_are_honoured_where_blocks_repeat(two: Cluster, around: str, inside: str) -> None:
     for distance in two.run(_train, 3, partial(Deep, around, inside), "eager"):
         assert distance.worst <= TOLERANCE, distance

@@ -73,8 +73,10 @@ def _peak(taken: tuple[Option, ...]) -> int:
     return max(b + o.peak for b, o in zip(before, taken))
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize(("make", "count"), [(Few, 3), (Looped, 1)])
+@pytest.mark.parametrize(
+    ("make", "count", "codegen"),
+    [(Few, 3, "eager"), (Looped, 1, "inductor"), in_full(Few, 3, "inductor"), in_full(Looped, 1, "eager")],
+)
 def test_blocks_are_listed_by_themselves_and_say_what_the_whole_step_takes(
     monkeypatch: pytest.MonkeyPatch, make: type[nn.Module], count: int, codegen: Any
 ) -> None:
@@ -91,7 +93,7 @@ def test_blocks_are_listed_by_themselves_and_say_what_the_whole_step_takes(
         assert sum(o.seconds for o in taken) == pytest.approx(simulated.step_seconds - simulated.seconds["optimizer"], rel=0.02)
 
 
-@pytest.mark.parametrize(("codegen", "shares"), [("eager", (0.8, 0.9, 1.0)), in_full("inductor", (0.75, 1.0))])
+@pytest.mark.parametrize(("codegen", "shares"), [("eager", (0.8, 1.0)), in_full("eager", (0.9,)), in_full("inductor", (0.75, 1.0))])
 def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.MonkeyPatch, codegen: Any, shares: tuple[float, ...]) -> None:
     """Where processes wait for gathers, computing again makes room for copies that are not gathered again; also where all would fit as it is.
     On Inductor and in 0.8 of the memory one block alone leaves room for all copies, whether that was looked for or not."""
@@ -137,7 +139,7 @@ class Chain(nn.Sequential):
         return super().forward(x).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
 @pytest.mark.parametrize(("make", "gains"), [(Frozen, True), (Chain, False), (functools.partial(Frozen, 8), False)])
 def test_blocks_of_all_kinds_are_looked_at(make: Callable[[], nn.Module], gains: bool, codegen: Any) -> None:
     """Of single layers what enters each is saved; what lies behind frozen blocks that are graphs of their own is torch's to decide."""
@@ -264,7 +266,7 @@ def test_a_little_of_a_budget_is_left_where_that_costs_nothing() -> None:
     assert [choose_with_spare([block], 8192)[0].policy for block in (same, other)] == ["full", "none"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("stepped", [True, in_full(False)])
 def test_an_evaluation_that_comes_first_is_planned_as_training_if_an_optimizer_waits(stepped: bool) -> None:
     torch.compiler.reset()
     model = Deep()

@@ -114,7 +114,7 @@ def _beside_eager(make: Any, got: list[Tensor]) -> None:
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("name", [n if n in ("randn_like", "noise", "seeded") else in_full(n) for n in DRAWS])
+@pytest.mark.parametrize("name", [n if n in ("noise", "seeded") else in_full(n) for n in DRAWS])
 def test_what_is_drawn_twice_is_not_drawn_once(name: str) -> None:
     """Of most of these torch's partitioner would keep one. In eager the numbers are the plain model's, wherever they are repeated."""
     make = _stack(DRAWS[name])

@@ -234,6 +234,7 @@ def test_what_an_optimizer_has_for_a_while_lies_in_as_many_pieces() -> None:
     assert {p.numel() * 4 for p in Net().parameters()} <= set(found)
 
 
+@pytest.mark.full
 def test_a_calibration_counts_what_a_small_step_calls() -> None:
     step, count = small_step("eager", torch.device("cpu"), DEVICES["h100"])
     step()

@@ -48,7 +48,7 @@ class Stranges(Stack):
 @pytest.mark.parametrize(
     ("make", "given", "codegen"),
     [
-        (models.llama, TEXT, "eager"), (Stranges, inputs(), "eager"), (Stranges, inputs(), "inductor"),
+        (Stranges, inputs(), "eager"), (Stranges, inputs(), "inductor"), in_full(models.llama, TEXT, "eager"),
         *(in_full(make, TEXT, codegen) for make, codegen in [(models.llama, "inductor"), (models.bert, "eager"), (models.bert, "inductor")]),
     ],
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_blocks_that_are_no_graphs_are_listed_together(codegen: Any) -> None:
     plan = planned(forecaster)
     blocks = forecaster.blocks(plan)
     assert [b.name for b in blocks] == [f"layers.{i}" for i in range(3)] and all(len(b.options) > 4 for b in blocks)
-    for options in zip(*(b.options for b in blocks)):
+    for options in list(zip(*(b.options for b in blocks)))[::2]:
         policies = tuple((b.name, o.policy) for b, o in zip(blocks, options) if o.policy != "none")
         simulated = forecaster(replace(plan, recompute=policies)).predicted
         assert peak_of(options) == pytest.approx(simulated.peak_bytes, rel=0.02)

@@ -169,7 +169,7 @@ def _reductions(name: str, plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("name", "zero", "options"),
     [
-        ("attention", 0, {}),
+        in_full("attention", 0, {}),
         in_full("llama", 0, {}),
         in_full("llama", 3, {}),
         in_full("gpt2", 0, {}),

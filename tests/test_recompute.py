@@ -202,7 +202,7 @@ def test_attention_without_dropout_is_repeated_without_random_states() -> None:
         assert sum("rng_state" in t for t in targets) == 6  # of three attentions and three dropouts
 
 
-@pytest.mark.parametrize("policy", ["full", in_full("selective"), "save addmm#0 native_dropout#0"])
+@pytest.mark.parametrize("policy", [in_full("full"), in_full("selective"), "save addmm#0 native_dropout#0"])
 def test_a_policy_takes_the_place_of_the_user_s_checkpoints(policy: str) -> None:
     """As many values are saved and repeated as without them; what is repeated is named after its block."""
     found = []
@@ -233,7 +233,8 @@ def test_a_size_that_is_asked_of_a_value_does_not_save_it() -> None:
     for open in (False, True):
         torch.compiler.reset()
         forecaster = Forecaster(capture(Deep(), inputs(), open=open), NAMED["adamw"], HERE, "eager")
-        again = with_policies(planned(forecaster), Deep, ["full"])
+        plan = make_plan(forecaster.captured.inventory, Config(zero=0), Circumstances(HERE, None))
+        again = with_policies(plan, Deep, ["full"])
         saved.append(forecaster(again).predicted.memory["activations"])
     assert saved[0] == saved[1]
 
@@ -351,7 +352,7 @@ def test_parity_where_copies_of_some_blocks_are_kept_and_others_computed_again(t
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize("make", [Looped, LoopedApart])
+@pytest.mark.parametrize("make", [Looped, in_full(LoopedApart)])
 def test_a_policy_is_about_each_call_of_a_block(make: type[nn.Module]) -> None:
     """Of four calls what enters is saved, and nothing inside; results are bitwise those without."""
     forecaster = forecaster_of(make(), inputs())

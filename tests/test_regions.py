@@ -88,7 +88,7 @@ REGIONS = ["through", "through", "full"]
 @pytest.mark.parametrize(
     ("make", "policies"),
     [
-        (Few, REGIONS), (Deep, REGIONS), (Residual, REGIONS), in_full(Deep, ["through"]), in_full(Few, ["through"]),
+        in_full(Few, REGIONS), (Deep, REGIONS), (Residual, REGIONS), in_full(Deep, ["through"]), in_full(Few, ["through"]),
         in_full(Deep, ["none", "through", "save addmm#0", "through", "selective"]),
     ],
 )
@@ -197,7 +197,7 @@ def test_what_a_region_gathers_is_among_what_processes_compare() -> None:
     assert [gathered[f"layers.{i}.up.weight"] for i in range(9)] == [2, 2, 1] * 3
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_only_what_enters_a_region_waits_for_backward(zero: int) -> None:
     captured, plan = capture(Deep(), inputs(64)), autoshard.plan(Deep(), inputs(64), config(zero), Cluster(1, 2, DEVICES["cpu"]))
     saved = list[list[str | None]]()
@@ -234,7 +234,7 @@ class Strange(Stack):
         self.layers = nn.ModuleList(Noisy(32, 32) for _ in range(3))
 
 
-@pytest.mark.parametrize("make", [Stack, Strange])
+@pytest.mark.parametrize("make", [in_full(Stack), Strange])
 def test_what_leaves_a_block_that_cannot_be_called_again_is_saved(make: type[nn.Module]) -> None:
     """It writes to a buffer, or has an operator that torch does not have."""
     plan = planned(forecaster_of(make(), inputs()))

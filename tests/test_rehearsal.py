@@ -143,7 +143,7 @@ def test_a_block_that_saves_something_else_is_not_traced_again() -> None:
 
 
 @pytest.mark.parametrize(("make", "traces"), [(Blocks, 1), (Deep, 2)])  # blocks of their own are told which copies backward gathers
-@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("inductor", [False, in_full(True)])
 def test_what_stages_and_numbers_of_processes_have_in_common_is_traced_once(make: type[nn.Module], traces: int, inductor: bool) -> None:
     model, known = make(), Known()
     captured = capture(model, torch.randn(4, 8))

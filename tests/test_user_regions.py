@@ -91,8 +91,10 @@ def test_an_operator_that_says_that_it_draws_is_repeated() -> None:
     _as_alone(make, plan)
 
 
-@pytest.mark.parametrize("layer", [PLAIN, SEEDED])
-@pytest.mark.parametrize("policy", ["full", "save addmm#0"])
+@pytest.mark.parametrize(
+    ("layer", "policy"),
+    [(PLAIN, "full"), (SEEDED, "save addmm#0"), in_full(SEEDED, "full"), in_full(PLAIN, "save addmm#0")],
+)
 def test_results_are_bitwise_those_without_where_a_policy_takes_their_place(layer: Callable[[], nn.Module], policy: str) -> None:
     regions, alone = partial(Regions, layer), partial(Alone, layer)
     plan = planned(forecaster_of(regions(), inputs()))
