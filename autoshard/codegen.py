@@ -161,6 +161,17 @@ class Compilation:
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """What runs one graph of a block."""
+        if phase != "backward":
+            return self._generated(graph, phase)
+        tracing, entered = torch_internals.Tracing.here(), torch_internals.entering_again({})
+
+        def backward(part: GraphModule, _: Sequence[int]) -> Callable[[list[Any]], Any]:
+            with entered(), tracing.entered():  # what is known of the graph around it does not hold for a block
+                return self._generated(part, "backward")
+
+        return Backwards(graph, backward)
+
+    def _generated(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         with self.phases.phase(phase, f"a block of {_size(graph)}"):
             graph = self.last(graph, phase)
             if not self.inductor:
@@ -247,7 +258,13 @@ class Compilation:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def backward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             """Where a frame that Dynamo compiles calls `loss.backward()`, it would go on with this, and with what this gives."""
-            return torch.compiler.disable(Backwards(graph, compiler("backward")))  # type: ignore[no-any-return]
+            entered = torch_internals.entering_again({})
+
+            def generate(part: GraphModule, absent: Sequence[int]) -> Callable[[list[Any]], Any]:
+                with entered():
+                    return compiler("backward")(part, absent)  # type: ignore[no-any-return]
+
+            return torch.compiler.disable(Backwards(graph, generate))  # type: ignore[no-any-return]
 
         return aot_module_simplified(  # type: ignore[no-any-return]
             gm,

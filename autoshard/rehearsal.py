@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from autoshard.passes.choose_unused import unused
 from autoshard.passes.dump import Dump
 from autoshard.passes.exchange_blocks import can_exchange, exchange_blocks
 from autoshard.passes.keep_overwritten import keep_overwritten
-from autoshard.passes.leave_out import leave_out
+from autoshard.passes.leave_out import leave_out, without
 from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import BLOCKS, COPIES, FIXED, KEY, POLICY, PREFIX
 from autoshard.plan import ParameterGroup, Plan
@@ -210,7 +211,7 @@ class Prepared:
         """The whole for policies of many blocks, its collectives not lowered. kept: what is saved without any."""
         joint = self.joint.copied()
         assert joint.keywords is not None
-        leave_out(joint.graph, unused(joint.graph.graph))
+        leave_out(joint.graph, unused(joint.graph.graph, _inside))
         with _tracing(self.captured):
             ready = self.compilation.before_parting(joint)
         found = JointList.of(ready, joint.keywords["num_fwd_outputs"], self.compilation.context.plan.stacks, kept)
@@ -222,7 +223,8 @@ class _Rehearsal(Compilation):
 
     def generate(self, graph: GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """Not code, but a bearer of the graph."""
-        return Written(self.last(graph, phase))
+        before = graphs.duplicate(graph) if len(torch_internals.tangents(graph.graph)) > 1 else graph
+        return Written(self.last(graph, phase), before, functools.cache(lambda absent: self.last(without(before, absent), phase)))
 
     def outline(self, gm: GraphModule, known: Known) -> tuple[GraphModule, tuple[Block, ...], tuple[Kind, ...]]:
         """All that `compile` does up to the trace of what is around blocks."""
@@ -281,7 +283,7 @@ class _Rehearsal(Compilation):
         if halves.backward is None:
             return Rehearsed(self.last(self.infer(halves.forward), "inference"), None, halves.results, {}, blocks)
         forward, backward = self.split(halves.forward, "forward"), self.split(halves.backward, "backward")
-        leave_out(backward, unused(backward.graph))
+        leave_out(backward, unused(backward.graph, _inside))
         return Rehearsed(self.last(forward, "forward"), self.last(backward, "backward"), halves.results, links, blocks)
 
 
@@ -294,9 +296,12 @@ def _how(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """Stands where a block's code would be."""
+    """Stands where a block's code would be. before: the graph before the last passes, where some of several gradients may be left out.
+    lacking: what is made of it for gradients that lack these."""
 
     graph: GraphModule
+    before: GraphModule
+    lacking: Callable[[tuple[int, ...]], GraphModule]
 
     def __call__(self, args: list[Any]) -> Any:
         """Nobody runs a rehearsal."""
@@ -385,13 +390,20 @@ def body_of(node: Node) -> tuple[GraphModule, list[Node]] | None:
     if graphs.is_call(node, graphs.BLOCK, graphs.REPEAT_BLOCK):
         tensors, sizes, key, _ = arguments
         made, given = block_named(key), {"input": tensors, "size": sizes}
-        return _graph(made.forward), [given[v.kind][v.index] for v in made.inputs]
+        return _written(made.forward).graph, [given[v.kind][v.index] for v in made.inputs]
     if graphs.is_call(node, graphs.BLOCK_BACKWARD):
-        saved, tangents, sizes, key = arguments
-        return _graph(block_named(key).backward), [*sizes, *saved, *tangents]
+        taken = graphs.given_to_backward(node)
+        absent = tuple(i for i, value in enumerate(taken) if value is None)
+        written = _written(block_named(arguments[-1]).backward)
+        return written.lacking(absent) if absent else written.graph, [value for value in taken if value is not None]
     return None
 
 
-def _graph(written: Any) -> GraphModule:
-    assert isinstance(written, Written)
-    return written.graph
+def _inside(node: Node) -> GraphModule:
+    """The backward of a block that is called here, before the last passes."""
+    return _written(block_named(str(node.args[-1])).backward).before
+
+
+def _written(code: Any) -> Written:
+    assert isinstance(code, Written)
+    return code

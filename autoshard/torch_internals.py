@@ -21,7 +21,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+import sympy
 import torch
+import torch._dynamo.compiled_autograd
 import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
@@ -67,6 +69,7 @@ __all__ = [
     "add_to_each",
     "assigns",
     "backend_of",
+    "backward_here",
     "before_loading",
     "before_traces",
     "behind_a_break",
@@ -103,8 +106,8 @@ __all__ = [
     "keep_in_order",
     "kept_buffers",
     "leave_as_they_lie",
-    "leave_undefined",
     "leave_open",
+    "leave_undefined",
     "lie_alike",
     "like_rows",
     "module_call",
@@ -152,6 +155,7 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled  # seen: 2.11, 2.13; what Dynamo's
 HOLDS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
+_LARGE = 1 << 20
 _ROWS, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
@@ -595,18 +599,25 @@ def tangents(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def leave_undefined(results: Sequence[Any], given: Sequence[Any], known: type | None = None) -> type | None:
     """Of a compiled graph that gave these results for what it was given: its backward gets None in the place of gradients that nobody
     computes, where autograd would make zeros. Returns the class of its autograd function, to be given as `known` from then on; None where
-    nothing is differentiated. A result may be an input, of a function that knows nothing of this. Seen: 2.11, 2.13."""
+    that does not show: where nothing is differentiated, all results are views, or one is of a subclass, whose gradient AOTAutograd takes
+    apart. A result may be an input, of a function that knows nothing of this. Compiled autograd takes the graph as it is, which
+    needs all gradients. Seen: 2.11, 2.13."""
     functions = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
-    if known is None and functions:
-        if any(type(r) is not torch.Tensor for r in results if isinstance(r, torch.Tensor)):
-            return None  # AOTAutograd takes the gradient of a subclass apart
-        others = {type(x.grad_fn) for x in given if isinstance(x, torch.Tensor)}
-        ours = (type(f) for f in functions if isinstance(f, torch.autograd.function.BackwardCFunction))
-        known = next((kind for kind in ours if kind not in others), None)
-    made = next((f for f in functions if type(f) is known), None)
-    if made is not None:
-        made.set_materialize_grads(False)  # type: ignore[attr-defined]
+    if not functions or torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+        return known
+    known = known or _own_function(functions, results, given)
+    for function in functions:
+        if type(function) is known:
+            function.set_materialize_grads(False)  # type: ignore[attr-defined]
     return known
+
+
+def _own_function(functions: Sequence[Any], results: Sequence[Any], given: Sequence[Any]) -> type | None:
+    if any(type(r) is not torch.Tensor for r in results if isinstance(r, torch.Tensor)):
+        return None
+    others: set[Any] = {type(x.grad_fn) for x in given if isinstance(x, torch.Tensor)}
+    ours = (type(f) for f in functions if isinstance(f, torch.autograd.function.BackwardCFunction))
+    return next((kind for kind in ours if kind not in others), None)
 
 
 def written_position(placeholder: torch.fx.Node) -> int | None:
@@ -642,8 +653,14 @@ def like_rows(whole: DTensor) -> Callable[[torch.Tensor], DTensor]:
 
 
 def order_of_strides(tensor: torch.Tensor) -> list[int]:
-    """Its dimensions as they lie in memory, the outermost first; of open sizes as they lay where it was traced. Seen: 2.11, 2.13."""
-    strides = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in tensor.stride()]
+    """Its dimensions as they lie in memory, the outermost first; of open sizes as if each were large. Seen: 2.11, 2.13."""
+
+    def distance(stride: Any) -> int:
+        if not isinstance(stride, torch.SymInt):
+            return int(stride)
+        return int(stride.node.expr.xreplace(dict.fromkeys(stride.node.expr.free_symbols, sympy.Integer(_LARGE))))
+
+    strides = [distance(stride) for stride in tensor.stride()]
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
@@ -959,6 +976,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def times_written(tensor: torch.Tensor) -> int:
     """How often something wrote in place to a tensor, or to one that it is a view of. Seen: 2.11, 2.13."""
     return tensor._version
+
+
+def backward_here() -> int:
+    """A number of the backward that runs in this thread, another for each; -1 outside of one, and in compiled autograd. Seen: 2.11, 2.13."""
+    return torch._C._current_graph_task_id()
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import torch_internals
+from autoshard import Config, torch_internals
 from autoshard.backwards import Backwards
 from autoshard.passes.choose_unused import unused
 from tests.cluster import Cluster
-from tests.peaks import grown
+from tests.peaks import above_held, grown, grown_in_a_step
+from tests.recomputed import Plain, Stack, forecaster_of, inputs, planned
 from tests.small import TOLERANCE, compiled_pair, config, in_full, whole
 
 
@@ -70,6 +71,79 @@ def test_any_results_may_be_differentiated(codegen: Any, most: int, dynamic: boo
             assert _apart(model, plain) <= TOLERANCE, (which, rows)
 
 
+class Splits(torch.autograd.Function):
+    """Its gradient goes through operators that give several."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.cat([2 * part for part in gradient.split(2, -1)], -1)
+
+
+def _turned(y: Tensor) -> tuple[Tensor, ...]:
+    return y, y.transpose(0, 1).contiguous().view(-1).sin().sum()
+
+
+def _split(y: Tensor) -> tuple[Tensor, ...]:
+    return Splits.apply(y), y.sin().sum()  # type: ignore[no-untyped-call]
+
+
+def _scaled(y: Tensor) -> tuple[Tensor, ...]:
+    return y, torch.sub(y.exp(), y, alpha=3).sum()
+
+
+def _repeated(y: Tensor) -> tuple[Tensor, ...]:
+    return y.view(8, 4), y.view(8, 4).permute(1, 0).exp().sum(), y
+
+
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+@pytest.mark.parametrize("goes_on", [_turned, _split, _scaled, _repeated])
+def test_what_is_left_lies_as_the_sum_did(goes_on: Any, codegen: Any) -> None:
+    """Where a gradient is summed with one that lies in another way, and where operators give several tensors."""
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return goes_on(super().forward(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, plain, x = Model(8, 8), Model(8, 8), torch.randn(4, 8)
+    plain.load_state_dict(model.state_dict())
+    step = torch.compile(model, backend=autoshard.backend(config(0, codegen=codegen)))
+    for which in ([1], [0], [0, 1]):
+        model.zero_grad(), plain.zero_grad()
+        _sum_of(step(x), which).backward()
+        _sum_of(plain(x), which).backward()
+        assert _apart(model, plain) <= TOLERANCE, which
+
+
+class Nothing(torch.autograd.Function):
+    """Gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        return torch.stack([each.sum() for each in given]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        return (None,) * 2
+
+
+def test_gradients_may_all_be_missing() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = model(x)
+        return y, y.exp()
+
+    torch.compiler.reset()
+    results = torch.compile(step, backend=autoshard.backend(config(0)))(torch.ones(2, 8))
+    Nothing.apply(*results).backward()  # type: ignore[no-untyped-call]
+    assert model.weight.grad is None or not model.weight.grad.any()
+
+
 def _backward_of(function: Any, *inputs: Tensor) -> torch.fx.GraphModule:
     """The backward that torch makes of a function."""
     from functorch.compile import aot_module_simplified, make_boxed_func
@@ -113,12 +187,16 @@ def test_a_sum_with_what_is_not_there_is_its_other_summand() -> None:
     assert _generated(backward, []) == before
 
 
+def _no_blocks(node: torch.fx.Node) -> torch.fx.GraphModule:
+    raise AssertionError("there is none")
+
+
 def test_what_a_model_goes_on_with_is_expected_to_be_unused() -> None:
     x = torch.ones(4, 4, requires_grad=True)
 
     def places(function: Any) -> list[int]:
         graph = _backward_of(function, x).graph
-        return [torch_internals.tangents(graph).index(n) for n in unused(graph)]
+        return [torch_internals.tangents(graph).index(n) for n in unused(graph, _no_blocks)]
 
     assert places(lambda x: ((y := x.exp()).square().mean(), y)) == [1]
     assert places(lambda x: ((y := x.exp()), y.tanh(), y.t().clone().sin())) == [0]
@@ -147,10 +225,44 @@ def test_zeros_that_nobody_needs_are_not_made() -> None:
     assert most("aot_eager") - most(autoshard.backend(config(0))) >= 0.9 * logits
 
 
-def _differentiated_apart(zero: int, codegen: str) -> float:
+class Shown(Stack):
+    """Blocks that are graphs of their own, as what is behind them is, which gives the loss and what that is computed of."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers, self.head = nn.ModuleList(Plain() for _ in range(9)), nn.Linear(32, 400)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits.log_softmax(-1).square().mean(), logits
+
+
+@pytest.mark.parametrize("codegen", ["eager", in_full("inductor")])
+def test_a_block_does_without_them_too(codegen: Any) -> None:
+    """Which a forecast foresees."""
+    torch.manual_seed(0)
+    model, plain, x = Shown().eval(), Shown().eval(), inputs(16)
+    plain.load_state_dict(model.state_dict())
+    plan = planned(forecaster_of(Shown(), x, codegen))
+    assert plan.predicted is not None
+    torch.compiler.reset()
+    step = torch.compile(model, backend=autoshard.backend(Config(plan=plan, codegen=codegen, verbose=False)))
+    for which in ([0], [0, 1], [1]):
+        model.zero_grad(), plain.zero_grad()
+        _sum_of(step(x), which).backward()
+        _sum_of(plain(x), which).backward()
+        assert _apart(model, plain) <= TOLERANCE, which
+    model.train()
+    found = grown_in_a_step(lambda: step(x)[0], torch.optim.AdamW(model.parameters()))
+    assert above_held(plan.predicted) == pytest.approx(found, rel=0.03)
+
+
+def _differentiated_apart(zero: int, codegen: str, views: bool) -> float:
     """Gradients of processes, each of which differentiates other results."""
     model, plain, step = compiled_pair(config(zero, codegen=codegen), Many)
-    sets = [[6], [1, 6], [0, 2, 6]][: dist.get_world_size()]
+    sets = [[6], [4]] if views else [[6], [1, 6]]
     xs = torch.randn(len(sets), 4, 8, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         model.zero_grad(), plain.zero_grad()
@@ -160,7 +272,11 @@ def _differentiated_apart(zero: int, codegen: str) -> float:
     return _apart(model, plain)
 
 
-@pytest.mark.parametrize(("zero", "codegen"), [(3, "eager"), in_full(0, "inductor"), in_full(3, "inductor")])
-def test_processes_may_differentiate_other_results(two: Cluster, zero: int, codegen: str) -> None:
-    """What they communicate is the same."""
-    assert max(two.run(_differentiated_apart, zero, codegen)) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("zero", "codegen", "views"),
+    [(3, "eager", False), (0, "eager", True), in_full(0, "inductor", False), in_full(3, "inductor", True)],
+)
+def test_processes_may_differentiate_other_results(two: Cluster, zero: int, codegen: str, views: bool) -> None:
+    """What they communicate is the same. views: one differentiates nothing but a view, which has a function of its own in front of the
+    graph's."""
+    assert max(two.run(_differentiated_apart, zero, codegen, views)) <= TOLERANCE

@@ -493,6 +493,39 @@ def test_dimensions_are_in_the_order_in_which_they_lie() -> None:
     assert torch_internals.order_of_strides(torch.ones(2, 3)) == [0, 1]
 
 
+def test_so_are_open_ones() -> None:
+    seen: list[list[int]] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        seen.append(torch_internals.order_of_strides(inputs[-1].transpose(0, 1)))
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.ones(3, 4))
+    assert seen == [[1, 0]]
+
+
+def test_backwards_have_numbers() -> None:
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(lambda _: seen.append(torch_internals.backward_here()))
+        (y * 2).sum().backward()
+    assert torch_internals.backward_here() == -1 and -1 not in seen and len(set(seen)) == 2
+
+
+def test_compiled_autograd_gets_all_gradients() -> None:
+    def backward(gm: Any) -> Any:
+        return make_boxed_func(gm)
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        results = _through_autograd(_Two(), backward)(x, torch.ones(2, 3))
+        assert torch_internals.leave_undefined(results, ()) is None
+        results[0].sum().backward()
+    assert x.grad is not None and x.grad.tolist() == torch.ones(2, 3).tolist()
+
+
 def test_a_compilation_that_ended_can_be_entered_again() -> None:
     entered: list[Any] = []
 

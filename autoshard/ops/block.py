@@ -48,7 +48,7 @@ class Block:
     """A block that was compiled.
 
     forward(tensors and sizes in the order of `inputs`) gives `outputs`; the first `results` are the block's own.
-    backward(sizes, saved, tangents) gives one gradient for each of `gradients`, positions among the input tensors.
+    backward(sizes, saved, tangents) gives one gradient for each of `gradients`, positions among the input tensors; a tangent may be None.
     `sizes` and `saved` say where its arguments come from, `tangents` of which results. None: never differentiated.
     outputs: fake tensors, as are `gradient_examples`. repeats: whether forward is known to give the same if it is called again with
     the same random states. makings: of those outputs that are made of input tensors and constants alone; None of others.
@@ -119,9 +119,9 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def run_backward(
-    saved: Sequence[Tensor], tangents: Sequence[Tensor], sizes: Sequence[int], key: str
+    saved: Sequence[Tensor], tangents: Sequence[Tensor | None], sizes: Sequence[int], key: str
 ) -> list[Tensor]:
-    """The gradients of a block's inputs, those that it has."""
+    """The gradients of a block's inputs, those that it has. tangents: None of results that nobody differentiates."""
     run = _blocks[key].backward
     assert run is not None
     return list(run([*sizes, *saved, *tangents]))
@@ -147,7 +147,7 @@ def _(tensors: Sequence[Tensor], sizes: Sequence[int], key: str, call: int) -> l
 
 
 @block_backward.register_fake
-def _(saved: Sequence[Tensor], tangents: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
+def _(saved: Sequence[Tensor], tangents: Sequence[Tensor | None], sizes: Sequence[int], key: str) -> list[Tensor]:
     return [_like(t) for t in _blocks[key].gradient_examples]
 
 

@@ -7,14 +7,16 @@ out in each backward (see [Note: Results that nobody uses] in leave_out.py).
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from collections.abc import Callable
+
+from torch.fx import Graph, GraphModule, Node
 
 from autoshard import torch_internals
 from autoshard.passes.leave_out import is_added
 
 
-def unused(graph: Graph) -> list[Node]:
-    """Tangents of a joint or backward graph that a loop is expected not to give; never all."""
+def unused(graph: Graph, inside: Callable[[Node], GraphModule]) -> list[Node]:
+    """Tangents of a joint or backward graph that a loop is expected not to give; never all. inside: see `is_added`."""
     tangents = torch_internals.tangents(graph)
-    added = [tangent for tangent in tangents if is_added(tangent)]
+    added = [tangent for tangent in tangents if is_added(tangent, inside)]
     return added if len(added) < len(tangents) else []

@@ -345,6 +345,12 @@ def _take_items(gm: GraphModule, call: Node, results: Sequence[Node]) -> None:
     gm.graph.erase_node(call)
 
 
+def given_to_backward(call: Node) -> list[Any]:
+    """What the backward of a block is given by this call of it, in order; None in the place of gradients that are not there."""
+    saved, tangents, sizes, _ = call.args
+    return [*sizes, *saved, *tangents]  # type: ignore[misc]
+
+
 def block_of(node: Node, stacks: Collection[str]) -> str | None:
     """The block of the model that a node belongs to ("model.layers.3"), by the module that called it. stacks: the plan's."""
     return choose_blocks.block_of(f"{torch_internals.module_path(node)}.", stacks)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autoshard import torch_internals
 from autoshard.errors import DisagreementError
 from autoshard.runtime.meetings import Meetings
 
@@ -109,6 +110,15 @@ class Lockstep:
 
 
 def before_backward(results: Sequence[Any], then: Callable[[], None]) -> None:
-    """Calls `then` whenever a backward of what gave these results begins."""
+    """Calls `then` whenever a backward of what gave these results begins: once, though some may be views with functions of their own, of
+    which each process may differentiate others."""
+    last = -1
+
+    def begins(_: Any) -> None:
+        nonlocal last
+        before, last = last, torch_internals.backward_here()
+        if last == -1 or last != before:
+            then()
+
     for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:
-        node.register_prehook(lambda _: then())
+        node.register_prehook(begins)
