@@ -16,26 +16,29 @@ Generate = Callable[[GraphModule, Sequence[int]], Boxed]
 
 
 class Backwards:
-    """Runs a backward graph, whose tangents may be None. generate: code for a graph that lacks these inputs; called when such gradients
-    first come, and at once where there is one result only. A loop may differentiate another few of many results in each step: beyond
-    `LIMIT` sets of them all are differentiated, with zeros in the place of what is not there."""
+    """Runs a backward graph, whose tangents may be None. generate: code for a graph that lacks these inputs, called when such gradients
+    first come; of one result's, at once. A loop may differentiate another few of many results in each step: beyond `LIMIT` sets of
+    them all are differentiated, with zeros in the place of what is not there."""
 
     LIMIT = 4
 
     def __init__(self, graph: GraphModule, generate: Generate) -> None:
         self._graph, self._generate = graph, generate
-        inputs = graph.graph.find_nodes(op="placeholder")
+        self._given, inputs = Graph(), graph.graph.find_nodes(op="placeholder")
+        for node in inputs:
+            self._given.node_copy(node)
         self._tangents = tuple(inputs.index(n) for n in torch_internals.tangents(graph.graph))
         self._programs: dict[tuple[int, ...], Boxed] = {}
         self._zeros: dict[int, GraphModule] = {}
         self._boxed_call = True
+        self._most = self.LIMIT
         if len(self._tangents) == 1:
-            self._program(())
+            self._most, self._programs[()] = 1, generate(graph, ())  # which has the graph for itself
 
     def __call__(self, given: list[Any]) -> Any:
         """The gradients of the graph's inputs. given: what it takes, in a list that is emptied."""
         absent = tuple(i for i in self._tangents if given[i] is None)
-        if absent and absent not in self._programs and len(self._programs) >= self.LIMIT:
+        if absent and absent not in self._programs and len(self._programs) >= self._most:
             self._fill(given, absent)
             absent = ()
         return self._program(absent)(present(given, absent))
@@ -49,7 +52,7 @@ class Backwards:
         others = present(list(given), self._tangents)
         for i in absent:
             if i not in self._zeros:
-                self._zeros[i] = zeros_for(self._graph, i)
+                self._zeros[i] = zeros_for(self._given, i)
             given[i] = self._zeros[i](*others)
 
 
@@ -60,10 +63,10 @@ def present(given: list[Any], absent: Sequence[int]) -> list[Any]:
     return given
 
 
-def zeros_for(backward: GraphModule, tangent: int) -> GraphModule:
-    """Makes zeros for a tangent of a backward graph, of its inputs that are none, among which all open sizes are."""
+def zeros_for(given: Graph, tangent: int) -> GraphModule:
+    """Makes zeros for a tangent of a backward graph, of its inputs that are none, among which all open sizes are. given: its inputs."""
     graph = Graph()
-    inputs = [graph.node_copy(node) for node in backward.graph.find_nodes(op="placeholder")]
+    inputs = [graph.node_copy(node) for node in given.find_nodes(op="placeholder")]
     graph.output(inputs[tangent])
     gm = GraphModule({}, graph)
     leave_out(gm, torch_internals.tangents(graph))
