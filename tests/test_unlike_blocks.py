@@ -101,7 +101,7 @@ def _autocast() -> AbstractContextManager[Any]:
 
 
 UNLIKE = [
-    _frozen, partial(Stack, torch.no_grad), Skips, in_full(_without_a_norm), in_full(_hooked), in_full(_tied),
+    _frozen, Skips, in_full(partial(Stack, torch.no_grad)), in_full(_without_a_norm), in_full(_hooked), in_full(_tied),
     in_full(partial(Stack, _autocast)),
 ]  # fmt: skip
 
