@@ -208,7 +208,9 @@ def _preamble() -> str:
         "gradients can go below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of "
         "its blocks once more at stage 3). autoshard0 and autoshard_auto send less where a plan has an embedding's gradient as rows, so "
         "theirs is lower. How much of a link hides depends on the processors, which carry what it carries: where the 4.2 M Llama is measured on a "
-        "Xeon below, two cores of an AMD EPYC took 0.775 of ddp and 0.548 of fsdp2 at 1000 Mbit/s, 1.35 and 1.54 x the bounds (2026-11-27)."
+        "Xeon below, two cores of an AMD EPYC took 0.775 of ddp and 0.548 of fsdp2 at 1000 Mbit/s, 1.35 and 1.54 x the bounds (2026-11-27); "
+        "two slower ones 0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). These tables are of the code before a backward did "
+        "without gradients of logits that nobody differentiates: with that, autoshard3 peaks at 75.6 MB in the place of 79.8."
     )
 
 
