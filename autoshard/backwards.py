@@ -3,7 +3,7 @@ passes/leave_out.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -17,13 +17,14 @@ Generate = Callable[[GraphModule, Sequence[int]], Boxed]
 
 class Backwards:
     """Runs a backward graph, whose tangents may be None. generate: code for a graph that lacks these inputs, called when such gradients
-    first come; of one result's, at once. A loop may differentiate another few of many results in each step: beyond `LIMIT` sets of
-    them all are differentiated, with zeros in the place of what is not there."""
+    first come, in the compilation that has ended by then; for one result at once. A loop may differentiate another few of many results
+    in each step: beyond `LIMIT` sets of them all are differentiated, with zeros in the place of what is not there. patches: see
+    `torch_internals.entering_again`."""
 
     LIMIT = 4
 
-    def __init__(self, graph: GraphModule, generate: Generate) -> None:
-        self._graph, self._generate = graph, generate
+    def __init__(self, graph: GraphModule, generate: Generate, patches: Mapping[str, Any] | None = None) -> None:
+        self._graph, self._generate, self._entered = graph, generate, torch_internals.entering_again(patches or {})
         self._given, inputs = Graph(), graph.graph.find_nodes(op="placeholder")
         for node in inputs:
             self._given.node_copy(node)
@@ -45,7 +46,8 @@ class Backwards:
 
     def _program(self, absent: tuple[int, ...]) -> Boxed:
         if absent not in self._programs:
-            self._programs[absent] = self._generate(without(self._graph, absent), absent)
+            with self._entered():
+                self._programs[absent] = self._generate(without(self._graph, absent), absent)
         return self._programs[absent]
 
     def _fill(self, given: list[Any], absent: Sequence[int]) -> None:

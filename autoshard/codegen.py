@@ -163,10 +163,10 @@ class Compilation:
         """What runs one graph of a block."""
         if phase != "backward":
             return self._generated(graph, phase)
-        tracing, entered = torch_internals.Tracing.here(), torch_internals.entering_again({})
+        tracing = torch_internals.Tracing.here()
 
         def backward(part: GraphModule, _: Sequence[int]) -> Callable[[list[Any]], Any]:
-            with entered(), tracing.entered():  # what is known of the graph around it does not hold for a block
+            with tracing.entered():  # what is known of the graph around it does not hold for a block
                 return self._generated(part, "backward")
 
         return Backwards(graph, backward)
@@ -258,13 +258,7 @@ class Compilation:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def backward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             """Where a frame that Dynamo compiles calls `loss.backward()`, it would go on with this, and with what this gives."""
-            entered = torch_internals.entering_again({})
-
-            def generate(part: GraphModule, absent: Sequence[int]) -> Callable[[list[Any]], Any]:
-                with entered():
-                    return compiler("backward")(part, absent)  # type: ignore[no-any-return]
-
-            return torch.compiler.disable(Backwards(graph, generate))  # type: ignore[no-any-return]
+            return torch.compiler.disable(Backwards(graph, compiler("backward")))  # type: ignore[no-any-return]
 
         return aot_module_simplified(  # type: ignore[no-any-return]
             gm,
@@ -290,14 +284,13 @@ class Compilation:
 
         def backward(graph: GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
             """It is given what forward saves, as that lies there."""
-            entered = torch_internals.entering_again(patches)
 
             def generate(part: GraphModule, absent: Sequence[int]) -> Callable[[list[Any]], Any]:
                 given = [x for i, x in enumerate(graph_inputs) if i not in absent]
-                with entered(), self.phases.phase("backward", _size(part)):
+                with self.phases.phase("backward", _size(part)):
                     return compiled(self._finished(part, "backward"), given, **kwargs)
 
-            return Backwards(graph, generate)
+            return Backwards(graph, generate, patches)
 
         def compiled(graph: GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
             return torch_internals.wrap_compiled(torch_internals.inner_inductor(graph, graph_inputs, **kwargs), naming_lost_peers)

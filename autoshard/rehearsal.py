@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -88,7 +87,7 @@ def outline(
     captured: Capture, plan: Plan, inductor: bool, fuses: Device | None, passes: Sequence[Pass], known: Known
 ) -> Outlined:
     """The blocks that become graphs of their own, and what is around them. Arguments as of `prepare`."""
-    gm = copy.deepcopy(captured.graph)
+    gm = graphs.duplicate(captured.graph)
     residues = _write_layouts(gm, captured, plan)
     manager = PassManager(passes, Dump(None))
     context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter, is_
@@ -811,17 +811,17 @@ class Tracing:
             return made.requires_grad_(example.requires_grad)
 
 
-def entering_again(patches: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def entering_again(patches: Mapping[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Gives what enters this compilation once more when it has ended, for code that turns out to be needed then. patches: of Inductor's
     configuration. Seen: 2.11, 2.13."""
     from torch._dynamo.convert_frame import compile_lock
     from torch._inductor import config
 
-    tracing = torch._guards.TracingContext.get()
+    tracing = torch._guards.TracingContext.try_get()
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        with compile_lock, torch._guards.tracing(tracing), torch._C._DisableAutocast(), config.patch(patches):
+        with compile_lock, torch._guards.tracing(tracing), torch._C._DisableAutocast(), config.patch(dict(patches)):
             yield
 
     return entered

@@ -312,13 +312,14 @@ def _on(*worlds: int) -> list[Cluster]:
     return [Cluster(1, world, DEVICES["cpu"]) for world in worlds]
 
 
-def test_one_trace_answers_every_number_of_processes() -> None:
+@pytest.mark.parametrize("worlds", [(1, 8), in_full((1, 2, 8))])
+def test_one_trace_answers_every_number_of_processes(worlds: tuple[int, ...]) -> None:
     """Memory, time and the largest batch of each are those of a sweep on that many alone."""
-    config, clusters = Config(codegen="eager", replicate_below=0, memory_budget="1MiB", precision="bf16"), _on(1, 8)
+    config, clusters = Config(codegen="eager", replicate_below=0, memory_budget="1MiB", precision="bf16"), _on(*worlds)
     torch.compiler.reset()
     together = autoshard.sweep(Small(), _tokens(4, 16), config, clusters)
-    assert together.worlds == (1, 8) and together.world == 1
-    every = together.at(batch=[[3], [70]], sequence=20, processes=[1, 8])
+    assert together.worlds == worlds and together.world == 1
+    every = together.at(batch=[[3], [70]], sequence=20, processes=list(worlds))
     for i, cluster in enumerate(clusters):
         torch.compiler.reset()
         alone = autoshard.sweep(Small(), _tokens(4, 16), config, cluster)
