@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Adafactor, Optimizer
 
 from autoshard.errors import UnsupportedError
-from autoshard.heap import alive, thawed
+from autoshard.heap import alive, collect
 from autoshard.kernels.multi_tensor import HALVES
 from autoshard.runtime import factored, fused_step
 from autoshard.runtime.buffers import take_rank_0_s
@@ -28,9 +27,8 @@ def holding(names: dict[int, str]) -> list[Optimizer]:
     """All optimizers in this process that hold one of these parameters (names by id), in an order that does not
     depend on the garbage collector, as those do not that are found: processes are compared by them. Where there are none it need
     not collect, which takes a while."""
-    with thawed():
-        if found := [weakref.ref(optimizer) for optimizer in _holding(names)]:
-            gc.collect()
+    if found := [weakref.ref(optimizer) for optimizer in _holding(names)]:
+        collect(found)
     there = [optimizer for one in found if (optimizer := one()) is not None]
     return sorted(there, key=lambda o: json.dumps(describe(o, names)))
 
