@@ -339,7 +339,7 @@ def test_parity_with_recomputation(two: Processes, name: str, zero: int, recompu
         assert distance.worst <= TOLERANCE, distance
 
 
-@pytest.mark.parametrize("name", ["llama", in_full("llama_deep")])
+@pytest.mark.parametrize("name", ["resnet", in_full("llama"), in_full("llama_deep")])
 def test_parity_where_copies_of_some_blocks_are_kept_and_others_computed_again(two: Processes, name: str) -> None:
     """As one budget for both may have it."""
     case = (models.CASES | models.DEEP)[name]
