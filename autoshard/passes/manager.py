@@ -42,24 +42,29 @@ class PassManager:
 
     def run(self, stages: tuple[Stage, ...], gm: GraphModule, context: Context) -> GraphModule:
         """All passes of these stages."""
+        counts = graphs.op_counts(gm)
         for p in self.pipeline:
             if p.stage in stages:
-                gm = self._run_one(p, gm, context)
+                gm, counts = self._run_one(p, gm, counts, context)
         gm.recompile()  # once: writing a graph as code takes longer than most passes
         return gm
 
-    def _run_one(self, p: Pass, gm: GraphModule, context: Context) -> GraphModule:
+    def _run_one(
+        self, p: Pass, gm: GraphModule, counts: dict[str, int], context: Context
+    ) -> tuple[GraphModule, dict[str, int]]:
+        """The graph that it leaves, and how often that calls each op; counts: of the graph that it is given."""
         phase = context.phase if p.stage in ("split", "code") else p.stage
-        before, counts = self.dump.text(gm), graphs.op_counts(gm)
+        before = self.dump.text(gm)
         start = time.perf_counter()
         gm = p.run(gm, context)
         self._verify(p, gm)
         seconds = time.perf_counter() - start
-        changed = _difference(counts, graphs.op_counts(gm))
+        after = graphs.op_counts(gm)
+        changed = _difference(counts, after)
         self.history.append(PassRun(p.name, phase, seconds, changed))
         self.dump.sources(gm)
         self.dump.write(p.name, phase, before, self.dump.text(gm), changed, seconds)
-        return gm
+        return gm, after
 
     def _verify(self, p: Pass, gm: GraphModule) -> None:
         try:
