@@ -258,6 +258,7 @@ class Compilation:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def backward(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
             """Where a frame that Dynamo compiles calls `loss.backward()`, it would go on with this, and with what this gives."""
+            torch_internals.leave_what_is_saved()
             return torch.compiler.disable(Backwards(graph, compiler("backward")))  # type: ignore[no-any-return]
 
         return aot_module_simplified(  # type: ignore[no-any-return]

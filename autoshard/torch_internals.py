@@ -108,6 +108,7 @@ __all__ = [
     "leave_as_they_lie",
     "leave_open",
     "leave_undefined",
+    "leave_what_is_saved",
     "lie_alike",
     "like_rows",
     "module_call",
@@ -858,6 +859,15 @@ def without_autograd_cache() -> Iterator[None]:
     """AOTAutograd's cache would skip our passes on a warm start; Inductor's own cache stays on."""
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
+
+
+def leave_what_is_saved() -> None:
+    """In a compilation of a backward: what forward saved is as it was behind it. Else generated code may write in its place, and torch refuses
+    a backward that keeps the graph where the first one of that graph did not. Seen: 2.11, 2.13."""
+    context: Any = torch._guards.TracingContext.try_get()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if donated:
+        donated.clear()  # in place: AOTAutograd has it under two names
 
 
 def code_when_called() -> contextlib.AbstractContextManager[None]:

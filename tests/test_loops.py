@@ -278,6 +278,26 @@ def test_a_graph_that_is_kept_is_right_again(two: Cluster, zero: int) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
+def kept_late(zero: int) -> Distance:
+    """The first backward of a graph lets go of it, the next one keeps it."""
+    model, plain, compiled = compiled_pair(config(zero))
+    distance = Distance()
+    for step, inputs in enumerate(inputs_of(2)):
+        loss = compiled(inputs[dist.get_rank()])
+        if step:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        backward_of_all(plain, inputs, 1 + step)
+        see_gradients(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_a_graph_may_be_kept_that_was_let_go_of_before(two: Cluster, zero: int) -> None:
+    for distance in two.run(kept_late, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
 def cast_after(zero: int) -> tuple[Distance, set[torch.dtype]]:
     """model.to(dtype) after the first step."""
     model, plain, compiled = compiled_pair(config(zero))

@@ -22,7 +22,25 @@ from tests.small import (
     inputs_of,
     step_each,
     trained_beside,
+    what_is_said,
 )
+
+
+def looked_at(zero: int) -> tuple[Distance, str]:
+    """In torch's anomaly mode, which looks at each gradient: a step, and what it says of a gradient that is not a number."""
+    model, plain, compiled = compiled_pair(config(zero))
+    distance = Distance()
+    with torch.autograd.set_detect_anomaly(True):
+        backward_beside(compiled, plain, list(inputs_of(1)[0]))
+        see_gradients(distance, model, plain)
+        return distance, what_is_said(lambda: compiled(inputs_of(1)[0, dist.get_rank()] * float("nan")).backward())
+
+
+@pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
+def test_gradients_may_be_looked_at_for_what_is_no_number(two: Cluster, zero: int) -> None:
+    for distance, said in two.run(looked_at, zero):
+        assert distance.worst <= TOLERANCE, distance
+        assert said.startswith("RuntimeError") and "returned nan values" in said, said
 
 
 class Reader(nn.Module):

@@ -408,6 +408,21 @@ def _through_autograd(step: Any, backward: Any, dynamic: bool = False) -> Any:
     return torch.compile(step, backend=backend, dynamic=dynamic)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_backward_may_keep_a_graph_late_where_what_is_saved_is_left(left: bool) -> None:
+    def backward(gm: Any) -> Any:
+        if left:
+            torch_internals.leave_what_is_saved()
+        return make_boxed_func(gm)
+
+    compiled, x = _through_autograd(lambda x: (x @ x).exp() @ x, backward), torch.ones(2, 2, requires_grad=True)
+    compiled(x).sum().backward()
+    result = compiled(x).sum()
+    with contextlib.nullcontext() if left else pytest.raises(RuntimeError, match="donated"):
+        result.backward(retain_graph=True)
+        result.backward()
+
+
 def test_tangents_are_the_gradients_of_results() -> None:
     seen: list[list[tuple[int, ...]]] = []
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
@@ -66,6 +67,13 @@ class _Rows(torch.autograd.Function):
     @once_differentiable  # gradients of gradients would end here, without a word
     def backward(ctx: Any, *parts: Tensor | None) -> tuple[DTensor | None, ...]:
         return tuple(None if part is None else whole(part) for part, whole in zip(parts, ctx.wholes))
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
+def _any_of_rows(tensor: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    """torch's anomaly mode asks it of each gradient, for which it has no rule: each process looks at its own rows."""
+    found: list[tuple[list[Placement], list[Placement]]] = [([Replicate()], [Replicate()])]
+    return found + [([Partial("max")], [Shard(dim)]) for dim in range(tensor.ndim)]
 
 
 def refuse_strange_rows(what: str, loaded: Any, ours: DTensor) -> None:
