@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT = 240.0  # seconds that one task may take
-COLLECT_EVERY = 8  # tasks: it goes through all that was imported, for a quarter of a second
+COLLECT_EVERY = 8  # tasks, which leave models in cycles
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "vit", "t5")]
 IMPORTED = ["torch._inductor.compile_fx", "autoshard", "tests.parity", *MODELS, "tests.warm"]  # once, for all that are started
 

@@ -71,7 +71,8 @@ class _Rows(torch.autograd.Function):
 
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[untyped-decorator]
 def _any_of_rows(tensor: Any) -> list[tuple[list[Placement], list[Placement]]]:
-    """torch's anomaly mode asks it of each gradient, for which it has no rule: each process looks at its own rows."""
+    """torch's anomaly mode asks it of each gradient, for which torch has no rule: each process looks at its own rows. What has fewer rows
+    than there are processes torch gathers first."""
     found: list[tuple[list[Placement], list[Placement]]] = [([Replicate()], [Replicate()])]
     return found + [([Partial("max")], [Shard(dim)]) for dim in range(tensor.ndim)]
 
