@@ -112,7 +112,7 @@ def _order(zero: int, direct: bool, folder: Path) -> list[tuple[list[str], list[
     plan = plan if direct else replace(plan, direct=False, direct_sums=False)
     options = config("auto", plan=plan, replicate_below="auto", codegen="inductor", dump_dir=folder)
     step = torch.compile(_model(), backend=autoshard.backend(options))
-    with torch._inductor.config.patch(force_disable_caches=True):  # what a cache gives leaves no code to read
+    with torch._inductor.config.patch(fx_graph_cache=False):  # what a cache gives leaves no code to read
         _, codes = run_and_get_code(lambda: step(torch.ones(4, 8)).sum().backward())
     losses: list[Tensor] = []
     ran = [_executed(lambda: losses.append(step(torch.ones(4, 8)).sum())), _executed(lambda: losses[0].backward())]

@@ -23,6 +23,7 @@ from autoshard.passes import graphs
 from autoshard.passes.choose_recompute import least, peak_of
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.plan import Plan
+from autoshard.planning import first_look
 from autoshard.rehearsal import prepare, rehearse
 from autoshard.report import plan_tables, rendered
 from autoshard.savings import Savings
@@ -111,9 +112,8 @@ def test_what_stands_between_blocks_is_not_saved_either() -> None:
 
 
 def _in_regions(name: str, zero: int) -> Plan:
-    case = models.DEEP[name]
-    batch = case.batch(torch.Generator().manual_seed(0))
-    plan = autoshard.plan(case.build(), batch, config(zero, recompute="full"), Cluster(1, 2, DEVICES["cpu"]))
+    """A job's own plan, but for these regions."""
+    plan = first_look(models.DEEP[name].build(), config(zero, recompute="full"), Cluster(1, 2, DEVICES["cpu"]))
     return replace(plan, recompute=tuple((block, policy) for (block, _), policy in zip(plan.recompute, REGIONS)))
 
 
