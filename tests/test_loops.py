@@ -260,41 +260,23 @@ def test_averaged_models(two: Cluster, zero: int, wrapped: bool) -> None:
 # --- graphs, dtypes, seeds, and the model as a whole
 
 
-def backward_twice(zero: int) -> Distance:
-    model, plain, compiled = compiled_pair(config(zero))
-    distance = Distance()
-    for inputs in inputs_of(2):
-        loss = compiled(inputs[dist.get_rank()])
-        loss.backward(retain_graph=True)
-        loss.backward()
-        backward_of_all(plain, inputs, 2)
-        see_gradients(distance, model, plain)
-    return distance
-
-
-@pytest.mark.parametrize("zero", [in_full(0), 3])
-def test_a_graph_that_is_kept_is_right_again(two: Cluster, zero: int) -> None:
-    for distance in two.run(backward_twice, zero):
-        assert distance.worst <= TOLERANCE, distance
-
-
-def kept_late(zero: int) -> Distance:
-    """The first backward of a graph lets go of it, the next one keeps it."""
+def backward_twice(zero: int, late: bool) -> Distance:
+    """late: the first backward of a graph lets go of it."""
     model, plain, compiled = compiled_pair(config(zero))
     distance = Distance()
     for step, inputs in enumerate(inputs_of(2)):
-        loss = compiled(inputs[dist.get_rank()])
-        if step:
-            loss.backward(retain_graph=True)
-        loss.backward()
-        backward_of_all(plain, inputs, 1 + step)
+        loss, times = compiled(inputs[dist.get_rank()]), 1 if late and step == 0 else 2
+        for left in reversed(range(times)):
+            loss.backward(retain_graph=left > 0)
+        backward_of_all(plain, inputs, times)
         see_gradients(distance, model, plain)
     return distance
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("zero", [in_full(0), 3])
-def test_a_graph_may_be_kept_that_was_let_go_of_before(two: Cluster, zero: int) -> None:
-    for distance in two.run(kept_late, zero):
+def test_a_graph_that_is_kept_is_right_again(two: Cluster, zero: int, late: bool) -> None:
+    for distance in two.run(backward_twice, zero, late):
         assert distance.worst <= TOLERANCE, distance
 
 
