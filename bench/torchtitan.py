@@ -8,7 +8,7 @@ No GPU is needed. Writes bench/results/torchtitan.md.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,11 +27,13 @@ from autoshard.cost_model.workspace import add_workspaces
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import make_plan
 from autoshard.planning import circumstances, forecaster
+from autoshard.prediction import Prediction
 from autoshard.rehearsal import body_of
 
 RESULT = Path(__file__).parent / "results" / "torchtitan.md"
 PUBLISHED = {"eager": (5762, 82.4), "compiled": (6667, 77.0)}  # tokens a second a GPU, GiB
 BATCH, LENGTH, LAYERS = 2, 8192, 32
+OWN_STREAMS = "gathered", "communication"  # categories of pieces
 LAST_MATMUL, KEPT = "mm_6", "mm_4"  # of a layer: the seventh, which nothing in backward needs, and the fifth, which it does
 
 
@@ -59,14 +61,15 @@ class Titan(Forecaster):
     compiled: bool = False
 
     def _program(self, listed: Listed, held: Held) -> Program:
+        if not self.compiled:
+            program = super()._program(listed, held)
+            _keep_what_was_asked_for(program)
+            return program
         device = self.cluster.device
         program = program_of(listed, held, body_of, device.inside.scatters, self.captured.open)
-        if self.compiled:
-            layers = _layers(program)
-            program.operations = [replace(o, code=o.code if o.call in layers else None) for o in program.operations]
-            program = fuse(program, False)
-        else:
-            _keep_what_was_asked_for(program)
+        layers = _layers(program)
+        program.operations = [replace(o, code=o.code if o.call in layers else None) for o in program.operations]
+        program = fuse(program, False)
         add_workspaces(program, device, False)
         return program
 
@@ -102,25 +105,39 @@ def _keep_what_was_asked_for(program: Program) -> None:
 def reserved(program: Program) -> float:
     """GiB that CUDA's allocator has reserved at most, where gathers and reductions have streams of their own: what is freed
     there goes to nothing else."""
-    streams = [("gathered",), ("communication",)]
-    beside = [category for stream in streams for category in stream]
-    pools = [[piece for piece in program.pieces if piece.category in stream] for stream in streams]
-    pools.append([piece for piece in program.pieces if piece.category not in beside])
-    return sum(allocator.reserved(replace(program, pieces=pool)) for pool in pools) / GIB
+    pools: dict[str, list[Piece]] = defaultdict(list)
+    for piece in program.pieces:
+        pools[piece.category if piece.category in OWN_STREAMS else "compute"].append(piece)
+    return sum(allocator.reserved(replace(program, pieces=pool)) for pool in pools.values()) / GIB
+
+
+def settings(codegen: str) -> autoshard.Config:
+    """Stage 3 as it was published."""
+    return autoshard.Config(zero=3, recompute="selective", precision="bf16", codegen=codegen)  # type: ignore[arg-type]
+
+
+def example() -> dict[str, torch.Tensor]:
+    """A batch without values."""
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def tokens_a_second(predicted: Prediction) -> float:
+    """Of each GPU."""
+    assert predicted.step_seconds is not None
+    return BATCH * LENGTH / predicted.step_seconds
 
 
 def row(name: str, compiled: bool) -> str:
     """One line of the table."""
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
-    config, machines = autoshard.Config(zero=3, recompute="selective", precision="bf16", codegen="eager"), cluster()
+    config, machines = settings("eager"), cluster()
     torch.compiler.reset()
     begin = time.perf_counter()
-    usual = forecaster(model(), {"input_ids": ids, "labels": ids}, config, machines, None)
+    usual = forecaster(model(), example(), config, machines, None)
     titan = Titan(usual.captured, usual.make_optimizers, machines, "eager", usual.passes, compiled=compiled)
     plan = make_plan(usual.captured.inventory, config, circumstances(config, machines), titan)
     spent = time.perf_counter() - begin
-    assert plan.predicted.step_seconds is not None
-    tokens, gib = BATCH * LENGTH / plan.predicted.step_seconds, reserved(titan.simulated(plan)[0])
+    tokens, gib = tokens_a_second(plan.predicted), reserved(titan.simulated(plan)[0])
     allocated = plan.predicted.peak_bytes / GIB
     print(f"{name}: {tokens:.0f} tokens/s, {gib:.1f} GiB reserved, {allocated:.1f} at {plan.predicted.place}; planned in {spent:.0f} s", flush=True)
     published, held = PUBLISHED[name]
@@ -132,13 +149,13 @@ def row(name: str, compiled: bool) -> str:
 
 def ours(codegen: str) -> str:
     """One line of what autoshard would take of the same."""
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
-    config = autoshard.Config(zero=3, recompute="selective", precision="bf16", codegen=codegen)  # type: ignore[arg-type]
     torch.compiler.reset()
-    predicted = autoshard.plan(model(), {"input_ids": ids, "labels": ids}, config, cluster()).predicted
-    assert predicted.step_seconds is not None and predicted.reserved is not None
-    tokens = BATCH * LENGTH / predicted.step_seconds
-    return f"| {codegen} | {tokens:.0f} | {predicted.reserved / GIB:.1f} | {predicted.peak_bytes / GIB:.1f} | {predicted.place} |"
+    predicted = autoshard.plan(model(), example(), settings(codegen), cluster()).predicted
+    assert predicted.reserved is not None
+    return (
+        f"| {codegen} | {tokens_a_second(predicted):.0f} | {predicted.reserved / GIB:.1f} | {predicted.peak_bytes / GIB:.1f} "
+        f"| {predicted.place} |"
+    )
 
 
 HEAD = """# Beside a published table
