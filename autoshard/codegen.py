@@ -31,7 +31,7 @@ from autoshard.blocks import Halves, compile_block, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import UnsupportedError
 from autoshard.kernels.region import OPERATORS
-from autoshard.ops import block, direct, packing
+from autoshard.ops import block, direct, packing, sparse
 from autoshard.ops.block import Block
 from autoshard.ops.collectives import Collectives
 from autoshard.ops.early import GATHER_EARLY
@@ -44,7 +44,7 @@ from autoshard.passes.manager import PassManager
 from autoshard.passes.outline_blocks import COPIES, FIXED, POLICY
 from autoshard.passes.partition_activations import gathers_of_parts, mark_alike
 from autoshard.passes.regather import keep_mixed
-from autoshard.passes.sparse_grads import EMBEDDING_BACKWARD
+from autoshard.passes.sparse_rows import EMBEDDING_BACKWARD
 from autoshard.passes.take_rows import takers
 from autoshard.passes.take_whole import Whole, put_unshards, wholes
 from autoshard.runtime.dtensors import taking_rows
@@ -53,7 +53,7 @@ from autoshard.runtime.undefined import leaving_undefined
 from autoshard.version import __version__
 
 # what sends, beside torch's collectives
-IN_ORDER = (direct.GATHER_DIRECT, direct.EXCHANGE_DIRECT, direct.SWAP_DIRECT, GATHER_EARLY, graphs.REDUCE_SPARSE)
+IN_ORDER = (direct.GATHER_DIRECT, direct.EXCHANGE_DIRECT, direct.SWAP_DIRECT, GATHER_EARLY, *sparse.NAMES)
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
 _C = TypeVar("_C", bound="Compilation")
 
@@ -342,7 +342,7 @@ class Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
 def call_directly(graph: Graph) -> None:
     """Has a graph that runs op by op call what our operators do without torch's dispatcher: that takes longer than most of them, and
     of a region takes the kernel as one to trace, whose tile is not measured."""
-    called: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **direct.DIRECT, **graphs.DIRECT}
+    called: dict[Any, Callable[..., Any]] = {**block.DIRECT, **packing.DIRECT, **direct.DIRECT, **sparse.DIRECT, **graphs.DIRECT}
     called |= {op: region.run for op, region in OPERATORS.items()}
     for node in graph.nodes:
         node.target = called.get(node.target, node.target)

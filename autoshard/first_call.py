@@ -23,7 +23,7 @@ from autoshard.capture import Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, with_rate
-from autoshard.cost_model.collectives import table_name
+from autoshard.cost_model.collectives import GATHERS, table_name
 from autoshard.cost_model.hardware import Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, all_like
 from autoshard.errors import ConfigError, PlanError, ShardingError, UnsupportedError, first_line
@@ -44,7 +44,7 @@ from autoshard.owner import call_of
 from autoshard.passes import graphs
 from autoshard.passes.choose_partition import Alike
 from autoshard.passes.choose_unshard import keeping_none
-from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.passes.choose_zero import Circumstances, at_stages, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.passes.name_parameters import refuse_direct_uses, refuse_nested
 from autoshard.plan import Plan
@@ -66,6 +66,8 @@ from autoshard.runtime.steps import watch_steps
 from autoshard.skipped import refuse_recurrent, refuse_sparse, refuse_wrapped
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
+
+LONG = 5e-4  # seconds a parameter that all gathers of a step take
 
 
 @dataclass(frozen=True)
@@ -230,14 +232,14 @@ class FirstCall:
             budget=budget_bytes(self.config, least_free(statements, shared)),
             optimizer_states=max(states) if states else None,
         )
-        forecast = self._forecaster(where) if self._chooses() else None
-        fit = forecast.fit if forecast else None
         config = self.config
         if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
             config = replace(config, replicate_below=0)
         config = _without_nodes(config, hosts, where.cluster.per_node)
         if len(set(kinds)) > 1 or isinstance(self.model, Family):  # whose copies share a graph
             config = replace(config, partition_activations=False)
+        forecast = self._forecaster(where) if self._chooses() or waits_for_gathers(inventory, config, where) else None
+        fit = forecast.fit if forecast else None
         alike: Alike = forecast.alike if forecast else lambda _: ()
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit, alike))
         return warned_of_rounding(plan, kinds, self.config.partition_activations)
@@ -357,6 +359,16 @@ def warned_of_rounding(plan: Plan, kinds: Sequence[str], partitions: bool = Fals
     if not plan.low_rank:
         return plan
     return plan.because(f"PowerSGD on {named}: processes will round differently, and their parameters drift apart by that")
+
+
+def waits_for_gathers(inventory: Inventory, config: Config, where: Circumstances) -> bool:
+    """Whether gathers of the stage that was asked for take so long that simulating how far ahead they should start, which takes longer
+    the more parameters there are, will have paid after some hundred steps."""
+    if config.zero in ("auto", 0):
+        return False
+    plan, *_ = at_stages(inventory, config, where)
+    gathers = sum(t.seconds for t in plan.predicted.traffic if t.collective in GATHERS)
+    return gathers > LONG * len(inventory.parameters)
 
 
 def _without_nodes(config: Config, hosts: Sequence[str], per_node: int) -> Config:

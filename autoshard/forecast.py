@@ -245,7 +245,7 @@ class Forecaster:
     def _copies(self, plan: Plan) -> dict[str, Copies]:
         """What backward gathers again, by group, if it waits for that. The seconds that keeping all of it spares are shared out by
         bytes."""
-        again = copies_of(plan, self.captured.inventory)
+        again = {name: size for name, size in copies_of(plan, self.captured.inventory).items() if size}
         if not again or not waits(self(plan)):
             return {}
         spared = (self(plan).predicted.step_seconds or 0.0) - (self(keeping_of(plan, again)).predicted.step_seconds or 0.0)
@@ -272,7 +272,7 @@ class Forecaster:
         if plan.recompute:
             exchanged = usual.cut_exchanged(plan, self.known) if usual.kinds else None
             return exchanged or (self._prepared(plan) if usual.kinds or plan.through else usual).cut(plan)
-        key = _regathered(plan)
+        key = *_regathered(plan), plan.ahead
         if key not in self._usual:
             self._usual[key] = usual.cut(plan)
         return self._usual[key]

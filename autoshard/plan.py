@@ -125,7 +125,7 @@ class Plan:
     compute, reduce: dtype names of gathered copies and of reductions; "" leaves the parameter's own.
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
     low_rank: how many columns the two matrices have that travel in the place of a gradient (PowerSGD); 0: gradients travel.
-    sparse: embeddings whose gradients travel as the rows that were looked up; see [Note: Sparse gradients] in ops/sparse.py.
+    sparse: embeddings of which only the rows travel that are looked up; see [Note: Sparse rows] in ops/sparse.py.
     bucket: bytes of gradients that wait for each other to be reduced together, in groups that every process has whole, about at
         most: what has more goes by itself, and what has next to nothing with another; 0: all of a group's do.
     direct: gathers of rows, and all-to-alls of their gradients, are sends of each process to each other one; see [Note: Direct] in
@@ -228,8 +228,11 @@ class Plan:
 
     def _check_sparse(self) -> None:
         for name in self.sparse:
-            if name not in self.group_of or self.group_of[name].degrees.optimizer > 1:
-                raise PlanError(f"plan: sparse: {name!r} is not legal; legal: parameters of groups whose optimizer degree is 1")
+            if name not in self.group_of or not self.may_send_rows(self.group_of[name]):
+                raise PlanError(
+                    f"plan: sparse: {name!r} is not legal; legal: parameters that all processes have whole, or of which with direct=True "
+                    "each has some rows"
+                )
         if self.sparse and (self.compression or self.low_rank):
             raise PlanError(f"plan: sparse: {self.sparse[0]!r} beside compression is not legal; legal: one of them")
 
@@ -282,6 +285,11 @@ class Plan:
         over = f" over {self.part} processes" if self.part else ""
         again = ", with recomputation" if self.recompute else ""
         return f"ZeRO-{self.stage}{over}{again}{', values in parts' if self.partition_activations else ''}"
+
+    def may_send_rows(self, group: ParameterGroup) -> bool:
+        """Whether only rows of a group's embeddings may travel: where all have all rows, or each some of them, and sends to each other."""
+        sent = self.direct and not self.node and not group.ranks
+        return group.degrees.optimizer == 1 or (sent and group.degrees.optimizer == self.world)
 
     @property
     def leaves_alone(self) -> bool:

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from autoshard.passes.choose_zero import at_stages  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
 
 RESULTS = HERE / "results"
-PARTS = {"reduce_sparse": 2}  # collectives that one of the predicted ones is: of counts, then of rows
 SEND = "recv"  # what each process sends to each shows as one, see `timeline_worker.steps_of`
 LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
 CLOSE = 0.15  # of what was predicted: how far off exposed communication is to be at most
@@ -129,18 +128,7 @@ def compare(case: Case, cluster: Cluster, scratch: Path) -> Compared:
     predicted, plan = predict(case, cluster)
     steps, plain = measure(case, plan, scratch)
     middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
-    return Compared(case, predicted, _in_parts(middle, predicted.names), statistics.median(s.exposed for s in steps), plain)
-
-
-def _in_parts(executed: Line, predicted: Sequence[str]) -> Line:
-    """The executed line with what is one collective in the predicted one as one."""
-    rest, names, flights = list(zip(executed.names, executed.flights)), list[str](), list[Interval]()
-    for name in predicted:
-        parts, rest = rest[: PARTS.get(name, 1)], rest[PARTS.get(name, 1) :]
-        names += [name if name in PARTS else part for part, _ in parts[:1]]
-        flights += [(parts[0][1][0], parts[-1][1][1])] if parts else []
-    names, flights = [*names, *(n for n, _ in rest)], [*flights, *(f for _, f in rest)]
-    return replace(executed, names=tuple(names), flights=tuple(flights))
+    return Compared(case, predicted, middle, statistics.median(s.exposed for s in steps), plain)
 
 
 def markdown(found: Sequence[Compared], machine: str) -> str:

@@ -8,17 +8,20 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import autoshard
 from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.cluster import with_rate
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import PassError, PlanError
+from autoshard.first_call import waits_for_gathers
 from autoshard.inventory import take_inventory
 from autoshard.passes.choose_prefetch import choose_prefetch
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.overlap import Overlap
 from autoshard.plan import Plan
-from autoshard.planning import first_look
+from autoshard.planning import first_look, forecaster
 from autoshard.prediction import Prediction
 from tests.cluster import Cluster
 from tests.models import DEEP
@@ -58,6 +61,24 @@ def test_a_stage_that_was_asked_for_is_held_to_what_the_device_has(budget: int |
     """Where no budget was said; a step that takes more than that as it is may be tried all the same."""
     where = Circumstances(TWO, budget)
     assert make_plan(take_inventory(Net(), ()), config(3), where, partial(_simulated, [], (8, 4, 2, 1), 12)).ahead == ahead
+
+
+def test_a_forecast_is_of_gathers_that_start_so_far_ahead() -> None:
+    """Also of a plan that differs from one that was forecast before by that alone."""
+    case = DEEP["gpt2_deep"]
+    forecast = forecaster(case.build(), case.batch(torch.Generator()), config(3), TWO, None)
+    plan = first_look(case.build(), config(3), TWO)
+    order = [[o.name for o in forecast.simulated(replace(plan, ahead=ahead))[0].operations] for ahead in (1, 3, 1)]
+    assert order[0] == order[2] != order[1] and sorted(order[0]) == sorted(order[1])
+
+
+def test_a_job_simulates_where_gathers_take_long() -> None:
+    """Of a stage that was asked for; by the machines, and by how much there is to simulate."""
+    inventory = take_inventory(nn.Linear(4096, 4096), ())
+    slow, fast = (Circumstances(with_rate(TWO, rate), None) for rate in (1e8, 1e12))
+    assert waits_for_gathers(inventory, config(3), slow) and waits_for_gathers(inventory, config(1), slow)
+    assert not waits_for_gathers(inventory, config(3), fast)
+    assert not waits_for_gathers(inventory, config(0), slow) and not waits_for_gathers(inventory, config("auto"), slow)
 
 
 def test_not_where_nothing_was_simulated_or_nothing_is_gathered() -> None:

@@ -35,13 +35,14 @@ _OURS, _TORCH = Path(__file__).parent.parent, Path(str(torch.__file__)).parent
 _NOT_THE_MODEL = (f"{_OURS}{os.sep}", f"{_TORCH}{os.sep}")
 WAIT = "_c10d_functional.wait_tensor.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
-SPARSE = "autoshard.reduce_sparse.default"
+ASK_ROWS, LOOK_UP_ROWS, REDUCE_ROWS = (f"autoshard.{name}_rows.default" for name in ("ask", "look_up", "reduce"))
+SPARSE = (LOOK_UP_ROWS, REDUCE_ROWS)  # which end with the collectives that they are
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
 IN_PLACE = "_c10d_functional.all_reduce_.default"  # whose result is a piece of its own too, in the place of what it is given
 REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 # What is carried out beside the computation until it is waited for: torch's collectives, and those of [Note: Direct] in ops/direct.py.
 GATHER_DIRECT = "autoshard.gather_direct."
-_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.", "autoshard.swap_direct.")
+_COLLECTIVES = ("_c10d_functional.", GATHER_DIRECT, "autoshard.exchange_direct.", "autoshard.swap_direct.", ASK_ROWS)
 
 
 @dataclass

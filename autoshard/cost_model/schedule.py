@@ -186,7 +186,7 @@ def schedule_of(
             book.note(Wait(operation.reads))
         elif is_collective(operation.node):
             book.note(Message(collective(operation), issue(operation), operation.makes, link_of(operation)))
-        elif operation.name == SPARSE:
+        elif operation.name in SPARSE:
             book.note(Message(collective(operation), 0.0, operation.makes, link_of(operation)))
             book.note(Wait(operation.makes))
             book.run(operation, (work_of(operation).at(program.open.named), generated(operation)))

@@ -14,9 +14,23 @@ from autoshard.cost_model import collectives
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.collectives import Group
 
-INDEX = 8  # bytes of a count of rows
 UNKNOWN = ("activations", "temporaries", "compute time", "overlap")
 Sent = tuple[str, str, int, int, float]  # a collective, its phase, messages, bytes that a process sends, seconds
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An embedding of which only the rows travel that are looked up, in bytes. told: which these are, by one process. brought: of those
+    that a process looks up; summed: of their gradients, where these are summed; 0 of one that is not trained."""
+
+    told: int
+    brought: int
+    summed: int
+
+
+def rows_among(places: float, table: int) -> float:
+    """How many of an embedding's `table` rows a batch of so many places looks up, if each is as likely; fewer where it is not."""
+    return table * (1 - (1 - 1 / table) ** places) if table else 0.0
 
 
 @dataclass(frozen=True)
@@ -28,8 +42,8 @@ class GroupCost:
     but for those of `rows`; reduced: of these as they travel, padded too, without what is `thin`. Degrees, reduction, direct, direct_sums, message and node
     as in the plan. replicas: processes that hold the same rows. compressed: gradients travel in fewer bits than they are summed in.
     buckets: of the gradients that are reduced together. apart: of each parameter that is gathered by itself. low_rank: of how many
-    elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and for which `residue` are kept. rows: of each
-    embedding whose gradient travels as the rows that were looked up, what a process has of these.
+    elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and for which `residue` are kept. rows: embeddings,
+    which are in none of the others but `held` and `trained`.
     """
 
     held: int
@@ -52,7 +66,7 @@ class GroupCost:
     low_rank: int = 0
     thin: int = 0
     residue: int = 0
-    rows: tuple[int, ...] = ()
+    rows: tuple[Rows, ...] = ()
 
     @property
     def gather(self) -> str:
@@ -149,8 +163,8 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
         for collective, sent, over, most in _reductions(g, payload, cluster):
             yield collective, "backward", sent, over, most
     for rows in g.rows:
-        for collective, sent, over, most in _rows(g, rows, cluster):
-            yield collective, "backward", sent, over, most
+        for collective, phase, sent, over in _rows(g, rows, cluster):
+            yield collective, phase, sent, over, 0
     if g.thin and g.replicas > 1:
         for _ in ("left", "right"):
             yield "all_reduce", "backward", g.thin * 4 // 2, cluster.group(g.replicas, g.optimizer_degree), 0
@@ -182,16 +196,20 @@ def reduction_seconds(g: GroupCost, payload: int, cluster: Cluster) -> float:
     return sum(_seconds(*each, cluster)[1] for each in _reductions(g, payload, cluster))
 
 
-def _rows(g: GroupCost, rows: int, cluster: Cluster) -> Iterable[tuple[str, int, Group, int]]:
-    """The same of an embedding of whose gradient a process has so many bytes: counts, and rows."""
-    over = cluster.group(g.replicas, g.optimizer_degree)
-    for sent in (INDEX, rows):
-        yield "all_gather", sent * g.replicas, over, 0
+def _rows(g: GroupCost, rows: Rows, cluster: Cluster) -> Iterable[tuple[str, str, int, Group]]:
+    """(collective, phase, payload bytes, processes) of an embedding: what all tell, rows, and sums of their gradients."""
+    sharded = g.optimizer_degree > 1
+    over = cluster.group(g.optimizer_degree) if sharded else cluster.group(g.replicas, g.optimizer_degree)
+    yield "gather_direct", "forward", rows.told * over.size, over
+    if sharded:
+        yield "gather_direct", "forward", rows.brought, over
+    if rows.summed:
+        yield ("exchange_direct", "backward", rows.summed, over) if sharded else ("gather_direct", "backward", rows.summed * over.size, over)
 
 
-def sparse_seconds(g: GroupCost, rows: int, cluster: Cluster) -> float:
+def rows_seconds(g: GroupCost, rows: Rows, cluster: Cluster) -> float:
     """What that takes."""
-    return sum(_seconds(*each, cluster)[1] for each in _rows(g, rows, cluster))
+    return sum(_seconds(collective, sent, over, 0, cluster)[1] for collective, _, sent, over in _rows(g, rows, cluster))
 
 
 def _seconds(collective: str, payload: int, group: Group, most: int, cluster: Cluster) -> tuple[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
@@ -14,10 +15,10 @@ from autoshard.cost_model.collectives import GATHERS, Group
 from autoshard.cost_model.generated import is_generated
 from autoshard.cost_model.hardware import Device
 from autoshard.cost_model.kernels import calling, look_up, seconds
-from autoshard.cost_model.program import SPARSE, Operation, Program
+from autoshard.cost_model.program import ASK_ROWS, LOOK_UP_ROWS, SPARSE, Operation, Program
 from autoshard.cost_model.schedule import Schedule, schedule_of
-from autoshard.cost_model.sizes import Open, bytes_of
-from autoshard.cost_model.step import INDEX, Sent, added_up
+from autoshard.cost_model.sizes import Open, bytes_of, product
+from autoshard.cost_model.step import Sent, added_up, rows_among
 from autoshard.cost_model.step_memory import Held
 from autoshard.cost_model.timeline import Link, Sharing, Timeline
 from autoshard.cost_model.work import VIEW, Work, work_of
@@ -119,7 +120,7 @@ def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[s
 
 def traffic(program: Program, cluster: Cluster, groups: Mapping[str, Group]) -> list[Sent]:
     """What a program sends; sizes as in the trace."""
-    asked = (o for o in program.operations if o.name == SPARSE or o.starts_collective)
+    asked = (o for o in program.operations if o.name in SPARSE or o.starts_collective)
     return added_up(sent for o in asked for sent in _sent(o, _group(groups, o), cluster.device, program.open))
 
 
@@ -131,24 +132,35 @@ def _sent(operation: Operation, group: Group, device: Device, sizes: Open) -> It
 
 def _issue_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
     group = _group(groups, operation)
-    return collectives.issue_seconds(*_message(operation, group), group, cluster.device)
+    return sum(collectives.issue_seconds(*message, group, cluster.device) for message in _messages(operation, group, Open()))
 
 
 def _messages(operation: Operation, group: Group, sizes: Open) -> list[tuple[str, int]]:
-    """Which collectives an operation is, and the bytes of the whole tensor of each. An embedding's gradient: counts, then rows and
-    indices."""
-    if operation.name != SPARSE or operation.node.args[1] is None:
-        return [_message(operation, group)]
-    rows, indices = (sizes.number(bytes_of(a.meta["val"])) for a in operation.node.args[:2])  # type: ignore[union-attr]
-    return [("all_gather", sent * group.size) for sent in (INDEX, rows + indices)]
-
-
-def _message(operation: Operation, group: Group) -> tuple[str, int]:
-    """Which collective, and the bytes of the whole tensor."""
+    """Which collectives an operation is, and the bytes of the whole tensor of each."""
+    if operation.name in SPARSE:
+        return [_of_rows(operation, group, sizes)]
     packet = operation.node.target.overloadpacket.__name__.removesuffix("_coalesced")  # type: ignore[union-attr]
-    name = "all_reduce" if operation.name == SPARSE else _NAMES.get(packet, packet)
+    if operation.name == ASK_ROWS:
+        return [("gather_direct", operation.node.meta["val"].nbytes)]
+    name = _NAMES.get(packet, packet)
     sent = sum(value.numel() * value.element_size() for value in (n.meta["val"] for n in tree_leaves(operation.node.args[0])))
-    return name, sent * (group.size if name in GATHERS else 1)
+    return [(name, sent * (group.size if name in GATHERS else 1))]
+
+
+def _of_rows(operation: Operation, group: Group, sizes: Open) -> tuple[str, int]:
+    """The same of an embedding's rows, or of all of it where there are no indices. Each process brings those that it looks up, or
+    sends the sums of their gradients to who holds them, or to all."""
+    node, looks_up = operation.node, operation.name == LOOK_UP_ROWS
+    indices: Any = node.args[2 if looks_up else 1]
+    table: Any = node.args[3][0] if looks_up else node.args[6]  # type: ignore[index]
+    value = node.meta["val"] if looks_up else node.args[0].meta["val"]  # type: ignore[union-attr]
+    spread = not looks_up and node.args[2][0] == table  # type: ignore[index]
+    sent = sizes.number(bytes_of(value))
+    if indices is None:
+        return ("gather_direct" if looks_up else "all_reduce" if spread else "exchange_direct"), sent
+    places = sizes.number(product(indices.meta["val"].shape))
+    sent = int(rows_among(places, table) * sent / max(places, 1))
+    return ("gather_direct", sent * group.size) if spread else ("gather_direct" if looks_up else "exchange_direct", sent)
 
 
 def _group(groups: Mapping[str, Group], operation: Operation) -> Group:

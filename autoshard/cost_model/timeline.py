@@ -115,7 +115,7 @@ def simulate(
             walk.wait(i, operation.reads)
         elif is_collective(operation.node):
             walk.issue(i, operation.makes, collective(operation), link_of(operation), issue(operation))
-        elif operation.name == SPARSE:  # it ends with its collectives
+        elif operation.name in SPARSE:  # it ends with its collectives
             walk.issue(i, operation.makes, collective(operation), link_of(operation))
             walk.wait(i, operation.makes)
             walk.run(i, kernel(operation))

@@ -42,10 +42,10 @@ _HARD = {
 }
 _MATMULS = _names("mm addmm bmm baddbmm _scaled_mm _grouped_mm")
 _LOOKUPS = _names("""
-    embedding embedding_dense_backward reduce_sparse index _unsafe_masked_index gather scatter scatter_add index_put
+    embedding embedding_dense_backward look_up_rows reduce_rows index _unsafe_masked_index gather scatter scatter_add index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
 """)
-_PICKS = _names("embedding index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first about as much as they give
+_PICKS = _names("embedding look_up_rows index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first about as much as they give
 _REDUCTIONS = _names("""
     sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward

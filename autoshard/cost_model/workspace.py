@@ -71,19 +71,25 @@ def _of_call(name: str, given: list[Any], node: Node, channels_last: bool) -> Si
         return _convolution(node, given, name == "convolution_backward", channels_last)
     if name == "native_dropout":
         return product(given[0].shape) * 4  # its mask is drawn as integers
-    if name == "reduce_sparse":
-        return _rows(given)
+    if name == "look_up_rows":
+        return _told(given[1], given[3][0]) + 2 * bytes_of(node.meta["val"])
+    if name == "reduce_rows":
+        return _told(given[5], given[6]) + _sums_of_rows(given)
     if name == "native_batch_norm_backward":
         return bytes_of(given[1])
     return 0
 
 
-def _rows(given: list[Any]) -> Size:
-    """Of an embedding's gradient: what a process sends, what came from all, and twice so much while that is put in order."""
-    rows, indices, size = given[0], given[1], given[7]
-    if indices is None:
-        return bytes_of(rows)
-    return (bytes_of(rows) + bytes_of(indices)) * (1 + 2 * size)
+def _told(messages: Tensor, table: int) -> Size:
+    """Of an embedding: who looks up which row, and where among its own rows a process has each."""
+    return 8 * messages.numel() + 4 * table
+
+
+def _sums_of_rows(given: list[Any]) -> Size:
+    """Of an embedding's gradient: what a process sends, and what comes from all others."""
+    rows, shape, messages, table = given[0], given[2], given[5], given[6]
+    others = messages.numel() // -(-(table + 2) // 8) - 1  # a bit a row, and two
+    return bytes_of(rows) * (1 + (others if shape[0] == table else 1))
 
 
 def _convolution(node: Node, given: list[Any], backward: bool, channels_last: bool) -> Size:

@@ -21,7 +21,7 @@ the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,16 +32,16 @@ from autoshard import torch_internals
 from autoshard.errors import PlanError
 from autoshard.ops.define import define
 
-GATHERS, EXCHANGES, SWAPS = 1, 2, 3  # each has two tags; 0 is that of a loop's own sends
+GATHERS, EXCHANGES, SWAPS, ASKS, ROWS, GRADIENT_ROWS = range(1, 7)  # each has two tags; 0 is that of a loop's own sends
 
 
-def run_gather(rows: Tensor, size: int, group: str) -> Tensor:
+def run_gather(rows: Tensor, size: int, group: str, kind: int = GATHERS) -> Tensor:
     """What all `size` processes of the group have in `rows`, flat, one after the other: to be waited for."""
     over = _group(group, rows)
     own, whole = over.rank(), rows.new_empty(size * rows.numel())
     parts = whole.chunk(size)
     parts[own].copy_(rows)
-    _post(over, whole, parts, [parts[own]] * size, GATHERS)
+    _post(over, whole, parts, [parts[own]] * size, kind)
     return whole
 
 
@@ -102,16 +102,35 @@ def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
     return torch_internals.group_named(name)
 
 
+def swap_parts(takes: Sequence[Tensor], gives: Sequence[Tensor], group: str, kind: int) -> None:
+    """Sends each process of the group its part of `gives` and takes what it gives, parts as long as they like, until all is here and
+    gone."""
+    done = gives[0].new_empty(1)
+    _post(_group(group, done), done, takes, gives, kind)
+    torch.ops._c10d_functional.wait_tensor(done)
+
+
+def rank_in(group: str, tensor: Tensor) -> int:
+    """Which of a group's processes this one is; PlanError where it would not send such a tensor."""
+    return _group(group, tensor).rank()
+
+
 def _post(over: dist.ProcessGroup, result: Tensor, takes: Sequence[Tensor], gives: Sequence[Tensor], kind: int) -> None:
-    """Asks for and offers these parts, by process, but for this one's own; who comes next in turn first, so that not all send to one.
-    What waits for `result` waits for all. A tag says the kind, and whether it goes down the ranks: see [Note: Lanes]."""
+    """Has what waits for `result` wait for all that is taken and given."""
+    for work in _works(over, takes, gives, kind):
+        torch_internals.register_work(result, work)
+
+
+def _works(over: dist.ProcessGroup, takes: Sequence[Tensor], gives: Sequence[Tensor], kind: int) -> Iterator[dist.Work]:
+    """Asks for and offers these parts, by process, but for this one's own and those with nothing in them; who comes next in turn first,
+    so that not all send to one. A tag says the kind, and whether it goes down the ranks: see [Note: Lanes]."""
     own, size = over.rank(), len(gives)
-    if not result.numel():
-        return
     for step in range(1, size):
         source, to = (own - step) % size, (own + step) % size
-        torch_internals.register_work(result, over.recv([takes[source]], source, 2 * kind + (own < source)))
-        torch_internals.register_work(result, over.send([gives[to]], to, 2 * kind + (to < own)))
+        if takes[source].numel():
+            yield over.recv([takes[source]], source, 2 * kind + (own < source))
+        if gives[to].numel():
+            yield over.send([gives[to]], to, 2 * kind + (to < own))
 
 
 GATHER_DIRECT: Any = define(

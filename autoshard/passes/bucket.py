@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from autoshard.errors import PassError
 from autoshard.ops import wire
 from autoshard.ops.layout import Layout
+from autoshard.ops.sparse import REDUCE_ROWS
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.gather_twice import FOR_CALL
@@ -57,7 +58,7 @@ class Bucket:
         low_rank = self._grouped(gm, graphs.MEAN_LOW_RANK, 4, order, context, reverse=True)
         reduced = self._grouped(gm, graphs.REDUCE_GRAD, 4, order, context, reverse=True)
         rank = context.plan.rank_of
-        sparse = [[n] for n in sorted(graphs.calls(gm, graphs.REDUCE_SPARSE), key=lambda n: -rank[str(n.args[4])])]
+        sparse = [[n] for n in sorted(graphs.calls(gm, REDUCE_ROWS), key=lambda n: -rank[str(n.args[4])])]
         last: Node | None = None
         for members in sorted([*low_rank, *reduced, *sparse], key=lambda m: -order[str(m[0].args[4])]):
             put = _PUT[members[0].target]
@@ -201,7 +202,7 @@ def _alone(gm: GraphModule, members: list[Node], after: Node | None, group: int)
 
 
 Put = Callable[[GraphModule, list[Node], "Node | None", int], Node]
-_PUT: dict[Any, Put] = {graphs.REDUCE_GRAD: _reduce, graphs.MEAN_LOW_RANK: _approximate, graphs.REDUCE_SPARSE: _alone}
+_PUT: dict[Any, Put] = {graphs.REDUCE_GRAD: _reduce, graphs.MEAN_LOW_RANK: _approximate, REDUCE_ROWS: _alone}
 
 
 def _item(several: Node, index: int) -> Node:

@@ -27,6 +27,7 @@ from functools import cached_property
 from autoshard.inventory import Inventory
 
 LAYERS = 6  # modules that have parameters of their own
+OWN_GRAPHS = 8  # blocks that are alike; as many become graphs of their own (`outline_blocks`)
 MOST = 0.75  # of a list; single layers do not count, as those around an encoder may be alike
 
 Shape = tuple[int, ...]

@@ -130,7 +130,7 @@ def _with_sparse(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     names = choose_sparse(plan, inventory, costs_of(plan, inventory), cluster)
     if not names:
         return plan
-    return replace(plan, sparse=names).because(f"gradients of {', '.join(names)} travel as the rows that were looked up, which are few")
+    return replace(plan, sparse=names).because(f"of {', '.join(names)} only rows that are looked up travel, which are few")
 
 
 def _with_buckets(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:

@@ -17,6 +17,7 @@ from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
+from autoshard.passes.choose_halves import choose_halves
 from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts
 from autoshard.passes.choose_prefetch import choose_prefetch, waits
 from autoshard.passes.choose_travel import choose_travel
@@ -283,7 +284,7 @@ def _at_stage(
         covered=inventory.covered,
     )
     plan = _on_precision(plan, config, inventory)
-    plan = choose_travel(plan, inventory, where.cluster, config.hierarchy)
+    plan = choose_halves(choose_travel(plan, inventory, where.cluster, config.hierarchy), inventory, where.cluster)
     plan = keeping(plan, 1) if stage == 3 and len(dropped(plan)) > 1 else plan
     plan = _with_early_gathers(plan) if config.early_gathers else plan
     if said := scarce_rows(plan, inventory):

@@ -13,6 +13,7 @@ from autoshard.inventory import Inventory, ParameterInfo, floating, is_trained
 from autoshard.ops import wire
 from autoshard.ops.layout import Layout, goes_low_rank, layout_of, thin
 from autoshard.ops.low_rank import residue_shapes
+from autoshard.ops.sparse import message_bytes
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.units import counted
 
@@ -27,7 +28,9 @@ def costs_of(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
 
 def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> step.GroupCost:
     layout = layout_of(group, plan, "+".join)
-    used, trained = [p for p in infos if p.used], [p for p in infos if is_trained(p)]
+    sparse = [p for p in infos if p.name in plan.sparse]
+    trained = [p for p in infos if is_trained(p)]
+    used = [p for p in infos if p.used and not (p in sparse and layout.sharded)]
     thinned = {p.name for p in trained if plan.low_rank and goes_low_rank(p.shape, plan.low_rank)}
     reduced = [p for p in trained if p.name not in thinned and p.name not in plan.sparse]
     return step.GroupCost(
@@ -50,9 +53,21 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         apart=_apart(plan, layout, infos),
         low_rank=sum(p.elements for p in trained if p.name in thinned),
         thin=sum(thin(p.shape, plan.low_rank) for p in trained if p.name in thinned),
-        rows=tuple(p.looked_up * p.elements // p.shape[0] * reduced_itemsize(plan, p) for p in trained if p.name in plan.sparse),
+        rows=tuple(rows_of(plan, p) for p in sparse),
         residue=sum(math.prod(shape) for p in trained if p.name in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
+
+
+def rows_of(plan: Plan, p: ParameterInfo) -> step.Rows:
+    """Of an embedding of which only rows travel, by the first batch."""
+    found = math.ceil(step.rows_among(p.looked_up, p.shape[0])) * math.prod(p.shape[1:])
+    summed = found * reduced_itemsize(plan, p) if is_trained(p) else 0
+    return step.Rows(message_bytes(p.shape[0]), found * _computed(plan, p), summed)
+
+
+def whole_bytes(plan: Plan, p: ParameterInfo) -> tuple[int, int]:
+    """Of one parameter's gathered copy, and of its gradient where that is summed; 0 of what is not trained."""
+    return p.elements * _computed(plan, p), p.elements * reduced_itemsize(plan, p) if is_trained(p) else 0
 
 
 def scarce_rows(plan: Plan, inventory: Inventory) -> str:

@@ -33,7 +33,6 @@ ADD_HELD = torch.ops.autoshard.add_held.default
 COMPLETE_GRAD = torch.ops.autoshard.complete_grad.default
 LOW_RANK = torch.ops.autoshard.low_rank.default
 MEAN_LOW_RANK = torch.ops.autoshard.mean_low_rank.default
-REDUCE_SPARSE = torch.ops.autoshard.reduce_sparse.default
 REPLICATE_BUFFERS = torch.ops.autoshard.replicate_buffers.default
 BLOCK, BLOCK_BACKWARD = torch.ops.autoshard.block.default, torch.ops.autoshard.block_backward.default
 RANDOM_STATE, REPEAT_BLOCK = torch.ops.autoshard.random_state.default, torch.ops.autoshard.repeat_block.default
@@ -50,8 +49,9 @@ ALL_REDUCES = frozenset({_c10d.all_reduce.default, _c10d.all_reduce_.default})
 REDUCTIONS = frozenset(
     {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, EXCHANGE_DIRECT, SWAP_DIRECT, *ALL_REDUCES}
 )
+WAIT = _c10d.wait_tensor.default
 STARTS = GATHERS | REDUCTIONS | {_c10d.broadcast.default}
-_NAMES = {**logical.NAMES, REDUCE_SPARSE: 4}
+_NAMES = {**logical.NAMES, **sparse.NAMES}
 
 
 def is_call(node: Node, *targets: Any) -> bool:
@@ -133,7 +133,7 @@ def serves(node: Node) -> tuple[str, ...]:
 def _communicates(node: Node) -> bool:
     if is_call(node, UNSHARD, UNSHARD_BUCKET):
         return Layout.parse(str(node.args[2 if is_call(node, UNSHARD) else 4])).sharded
-    return is_call(node, REPLICATE_BUFFERS, REDUCE_SPARSE, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY)
+    return is_call(node, REPLICATE_BUFFERS, *sparse.NAMES, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY)
 
 
 def gathers(node: Node) -> bool:

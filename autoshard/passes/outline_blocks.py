@@ -6,7 +6,7 @@ matter. Alike blocks of which the plan saves different things are different grap
 ([Note: Regions] in `repeat_blocks`). Unshards stay outside, where
 communication is planned. What cannot be told apart from its surroundings (foreign operations between a block's own, numbers
 that are neither constants nor sizes, a mode that was switched around it) stays as it is, and so does what reads an embedding whose
-gradient travels as rows, which `sparse_grads` has to see. Where blocks are outlined, what is
+gradient travels as rows, which `sparse_rows` has to see. Where blocks are outlined, what is
 before, between and after them becomes graphs of its own too, if it uses parameters: an embedding, a head with its loss.
 """
 
@@ -31,6 +31,7 @@ from autoshard import torch_internals
 from autoshard.errors import PassError
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
+from autoshard.passes.choose_blocks import OWN_GRAPHS
 from autoshard.plan import Plan
 
 PREFIX = "block_"
@@ -50,7 +51,7 @@ _HARMLESS = (
 class OutlineBlocks:
     """least: how many blocks must be alike. One: each that can be is a graph of its own, for a look at it by itself."""
 
-    least: int = 8
+    least: int = OWN_GRAPHS
 
     def __post_init__(self) -> None:
         if self.least < 1:

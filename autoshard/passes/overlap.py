@@ -1,4 +1,5 @@
-"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later.
+"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later. What is looked
+up in embeddings of which only rows travel comes first, since it is short and first used.
 
 With those of two groups on their way the link never waits for the computation, and no more than their buckets are held. Where a
 group's go over several groups of processes, one after the other, each of these counts. Gathers of saved values start as many of these
@@ -15,8 +16,10 @@ from typing import Any, ClassVar
 from torch.fx import GraphModule, Node
 
 from autoshard.errors import PassError
+from autoshard.ops.sparse import ASK_ROWS, LOOK_UP_ROWS
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
+from autoshard.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,17 @@ class Overlap:
     bitwise: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
-        self._prefetch(gm, self.ahead or context.plan.ahead)
+        head = _look_up_first(gm, context.plan)
+        self._prefetch(gm, self.ahead or context.plan.ahead, head)
         if context.phase == "backward":
             self._prefetch_parts(gm, self.ahead or context.plan.ahead)
             self._wait_late(gm)
         return gm
 
-    def _prefetch(self, gm: GraphModule, ahead: int) -> None:
+    def _prefetch(self, gm: GraphModule, ahead: int, head: Node | None) -> None:
         buckets = _messages([node for node in gm.graph.nodes if graphs.gathers(node)])
         waits = [next(iter(bucket[-1].users)) for bucket in buckets]
         ahead *= 2 if any(graphs.follows_another(bucket[0]) for bucket in buckets) else 1
-        head = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
         for i, bucket in enumerate(buckets):
             target = waits[i - ahead] if i >= ahead else head
             assert target is not None  # what is gathered is an input
@@ -91,6 +94,25 @@ class Overlap:
                 for node in chain:
                     end.prepend(node)
                 end = chain[0]
+
+
+def _look_up_first(gm: GraphModule, plan: Plan) -> Node | None:
+    """Asks for embeddings' rows in the plan's order and then looks them up, as far as the indices are there before anything was gathered;
+    backward's messages are waited for at the end of forward. The last of these nodes, or of the inputs."""
+    head: Node | None = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
+    for op in (ASK_ROWS, LOOK_UP_ROWS):
+        for node in sorted(graphs.calls(gm, op), key=lambda n: plan.rank_of[graphs.serves(n)[0]]):
+            assert head is not None  # what it asks of is an input
+            at = graphs.positions(gm.graph)
+            chain = graphs.sources_behind([node], head, at)
+            if any(n.target in graphs.STARTS for n in chain):
+                continue
+            _move_after(chain, head)
+            head = max(head, node, key=graphs.positions(gm.graph).__getitem__)
+    for wait in (user for asked in graphs.calls(gm, ASK_ROWS) for user in asked.users):
+        if all(user.op == "output" for user in wait.users):
+            gm.graph.output_node().prepend(wait)
+    return head
 
 
 def _messages(starts: Sequence[Node]) -> list[list[Node]]:

@@ -28,7 +28,7 @@ from autoshard.passes.recompute import Recompute
 from autoshard.passes.regather import Regather
 from autoshard.passes.repeat_blocks import RepeatBlocks
 from autoshard.passes.seed_dropout import SeedDropout
-from autoshard.passes.sparse_grads import SparseGrads
+from autoshard.passes.sparse_rows import SparseRows
 from autoshard.passes.sync_buffers import SyncBuffers
 from autoshard.passes.take_rows import TakeRows
 from autoshard.passes.take_whole import TakeWhole
@@ -39,14 +39,14 @@ PASSES: dict[str, type[Any]] = {
     p.name: p
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
-        WidenHeld, TwoLevels, SparseGrads, Regather, Recompute, RepeatBlocks, PartitionActivations, GatherTwice, Bucket, Compress, Lower,
+        WidenHeld, TwoLevels, SparseRows, Regather, Recompute, RepeatBlocks, PartitionActivations, GatherTwice, Bucket, Compress, Lower,
         Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
-    "widen_held,two_levels,sparse_grads,regather,recompute,repeat_blocks,partition_activations,gather_twice,bucket,compress,lower,"
+    "widen_held,two_levels,sparse_rows,regather,recompute,repeat_blocks,partition_activations,gather_twice,bucket,compress,lower,"
     "overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
