@@ -67,7 +67,7 @@ from autoshard.skipped import refuse_recurrent, refuse_sparse, refuse_wrapped
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
-LONG = 5e-4  # seconds a parameter that all gathers of a step take
+LONG = 2e-3  # seconds a parameter that all gathers of a step take
 
 
 @dataclass(frozen=True)
