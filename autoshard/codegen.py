@@ -53,7 +53,7 @@ from autoshard.runtime.undefined import leaving_undefined
 from autoshard.version import __version__
 
 # what sends, beside torch's collectives
-IN_ORDER = (direct.GATHER_DIRECT, direct.EXCHANGE_DIRECT, direct.SWAP_DIRECT, GATHER_EARLY, *sparse.NAMES)
+IN_ORDER = (direct.GATHER_DIRECT, packing.GATHER_PACKED, direct.EXCHANGE_DIRECT, direct.SWAP_DIRECT, GATHER_EARLY, *sparse.NAMES)
 Cut = Callable[..., tuple[GraphModule, GraphModule]]
 _C = TypeVar("_C", bound="Compilation")
 

@@ -143,8 +143,8 @@ def _messages(operation: Operation, group: Group, sizes: Open) -> list[tuple[str
     if operation.name == ASK_ROWS:
         return [("gather_direct", operation.node.meta["val"].nbytes)]
     name = _NAMES.get(packet, packet)
-    sent = sum(value.numel() * value.element_size() for value in (n.meta["val"] for n in tree_leaves(operation.node.args[0])))
-    return [(name, sent * (group.size if name in GATHERS else 1))]
+    sent = tree_leaves(operation.node.meta["val"] if name in GATHERS else [n.meta["val"] for n in tree_leaves(operation.node.args[0])])
+    return [(name, sum(value.numel() * value.element_size() for value in sent))]
 
 
 def _of_rows(operation: Operation, group: Group, sizes: Open) -> tuple[str, int]:

@@ -6,7 +6,8 @@ each, and what it sends stands in front of what it is to receive. Its sends and 
 given. So each process asks for all that it is to receive and offers all that it sends, and goes on; `wait_tensor` of the result waits
 for all of it, as for a collective of torch's. Of one process's messages to another the first arrives first, so the order of collectives
 says what belongs together. Nothing is sent out of memory that somebody may write to before it has gone: a gather sends its own copy,
-and what an exchange or a swap sends is read once more, to be added up, when the other's has arrived.
+into which rows are packed (`packing.GATHER_PACKED`), and what an exchange or a swap sends is read once more, to be added up, when the
+other's has arrived.
 
 [Note: Lanes] Before gloo sends anything its receiver says that it is ready. On one connection that word stands in the queue behind
 all that goes the same way, and the thread that serves it cannot write while it reads; beside a computation that takes all
@@ -37,11 +38,16 @@ GATHERS, EXCHANGES, SWAPS, ASKS, ROWS, GRADIENT_ROWS = range(1, 7)  # each has t
 
 def run_gather(rows: Tensor, size: int, group: str, kind: int = GATHERS) -> Tensor:
     """What all `size` processes of the group have in `rows`, flat, one after the other: to be waited for."""
-    over = _group(group, rows)
-    own, whole = over.rank(), rows.new_empty(size * rows.numel())
-    parts = whole.chunk(size)
-    parts[own].copy_(rows)
-    _post(over, whole, parts, [parts[own]] * size, kind)
+    return gather_of(lambda own: own.copy_(rows), rows.new_empty(size * rows.numel()), size, group, kind)
+
+
+def gather_of(put: Callable[[Tensor], Any], whole: Tensor, size: int, group: str, kind: int = GATHERS) -> Tensor:
+    """`whole`, with what `put` puts into each process's part of it: to be waited for."""
+    over, parts = _group(group, whole), whole.chunk(size)
+    own = over.rank()
+    if whole.numel():
+        put(parts[own])
+        _post(over, whole, parts, [parts[own]] * size, kind)
     return whole
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autoshard.ops import wire
 from autoshard.ops.define import define
+from autoshard.ops.direct import gather_of
 from autoshard.ops.layout import Layout
 from autoshard.ops.wire import Shape
 
@@ -89,6 +90,15 @@ def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequ
     return wire.pack_shards(shards, wire.split_shapes(shapes, ndims), Layout.parse(layout))
 
 
+def run_gather_packed(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str) -> Tensor:
+    """`run_gather` of what these shards make in one flat tensor."""
+    spec = Layout.parse(layout)
+    sizes = wire.counts(wire.split_shapes(shapes, ndims), spec)
+    (piece,) = wire.cut(sizes, 0)
+    whole = shards[0].new_empty(size * sum(sizes), dtype=spec.compute or shards[0].dtype)
+    return gather_of(lambda own: wire.pack_piece(shards, piece, own), whole, size, group)
+
+
 def run_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     """`wire.unpack_full` of full shapes one after the other, `ndims` of each."""
     return wire.unpack_full(gathered, wire.split_shapes(shapes, ndims), Layout.parse(layout))
@@ -116,6 +126,14 @@ def _fake_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Se
     return [shards[0].new_empty(n, dtype=dtype) for n in _lengths(sizes, dtype, spec)]
 
 
+def _fake_gather_packed(
+    shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str
+) -> Tensor:
+    spec = Layout.parse(layout)
+    sizes = wire.counts(wire.split_shapes(shapes, ndims), spec)
+    return shards[0].new_empty(size * sum(sizes), dtype=spec.compute or shards[0].dtype)
+
+
 def _fake_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     return [gathered[0].new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
 
@@ -137,7 +155,10 @@ def _fake_sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Ten
 
 _ANY = [torch.Tag.flexible_layout]
 _SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
-define("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards, _ANY)
+PACK_SHARDS: Any = define("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards, _ANY)
+GATHER_PACKED: Any = define(
+    "gather_direct.packed", f"(Tensor[] shards, {_SHAPES}, SymInt size, str group) -> Tensor", run_gather_packed, _fake_gather_packed
+)
 define("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full, _ANY)
 define("rows_by_rank", "(Tensor[] grads, str layout) -> Tensor[]", run_rows_by_rank, _fake_rows_by_rank, _ANY)
 define("pack_grads", "(Tensor[] grads, str layout) -> Tensor[]", run_pack_grads, _fake_pack_grads, _ANY)
@@ -145,7 +166,8 @@ define("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", w
 
 # Graphs that are run op by op call these instead, see `block.DIRECT`.
 DIRECT: dict[Any, Callable[..., Any]] = {
-    torch.ops.autoshard.pack_shards.default: run_pack_shards,
+    PACK_SHARDS: run_pack_shards,
+    GATHER_PACKED: run_gather_packed,
     torch.ops.autoshard.unpack_full.default: run_unpack_full,
     torch.ops.autoshard.rows_by_rank.default: run_rows_by_rank,
     torch.ops.autoshard.pack_grads.default: run_pack_grads,

@@ -122,11 +122,15 @@ def lengths(piece: Piece) -> list[int]:
 
 def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """The flat tensors that this process sends to gathers: its padded shards, one after the other."""
-    dtype, rows, found = layout.compute or shards[0].dtype, [shard.reshape(-1) for shard in shards], []
-    for piece in cut(counts(full, layout), layout.most(dtype)):
-        parts = [part for i, begin, end in piece for part in _padded(rows[i], begin, end)]
-        found.append(torch.cat(parts, out=shards[0].new_empty(sum(lengths(piece)), dtype=dtype)))
-    return found
+    dtype = layout.compute or shards[0].dtype
+    pieces = cut(counts(full, layout), layout.most(dtype))
+    return [pack_piece(shards, piece, shards[0].new_empty(sum(lengths(piece)), dtype=dtype)) for piece in pieces]
+
+
+def pack_piece(shards: Sequence[Tensor], piece: Piece, flat: Tensor) -> Tensor:
+    """One of them, put into `flat`."""
+    parts = [part for i, begin, end in piece for part in _padded(shards[i].reshape(-1), begin, end)]
+    return torch.cat(parts, out=flat)
 
 
 def _padded(row: Tensor, begin: int, end: int) -> list[Tensor]:

@@ -21,6 +21,7 @@ from autoshard.ops.collectives import Op
 from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.early import GATHER_EARLY
 from autoshard.ops.layout import Layout
+from autoshard.ops.packing import GATHER_PACKED
 from autoshard.ops.part import UNSHARD_PART
 from autoshard.passes import choose_blocks
 
@@ -44,7 +45,7 @@ WRITE = torch.ops.aten.copy_.default  # to an input: nothing else of a graph is 
 _TO_COPY, _CONVERT = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 CASTS = (_TO_COPY, _CONVERT)
 _c10d = torch.ops._c10d_functional
-GATHERS = frozenset({_c10d.all_gather_into_tensor.default, GATHER_DIRECT})
+GATHERS = frozenset({_c10d.all_gather_into_tensor.default, GATHER_DIRECT, GATHER_PACKED})
 ALL_REDUCES = frozenset({_c10d.all_reduce.default, _c10d.all_reduce_.default})
 REDUCTIONS = frozenset(
     {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default, EXCHANGE_DIRECT, SWAP_DIRECT, *ALL_REDUCES}

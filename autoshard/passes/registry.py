@@ -22,6 +22,7 @@ from autoshard.passes.merge_unshards import MergeUnshards
 from autoshard.passes.name_parameters import NameParameters
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.overlap import Overlap
+from autoshard.passes.pack_in_place import PackInPlace
 from autoshard.passes.partition_activations import PartitionActivations
 from autoshard.passes.plain_repeats import PlainRepeats
 from autoshard.passes.recompute import Recompute
@@ -40,14 +41,14 @@ PASSES: dict[str, type[Any]] = {
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
         WidenHeld, TwoLevels, SparseRows, Regather, Recompute, RepeatBlocks, PartitionActivations, GatherTwice, Bucket, Compress, Lower,
-        Overlap, EarlyGathers, EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
+        Overlap, EarlyGathers, PackInPlace, EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
     "widen_held,two_levels,sparse_rows,regather,recompute,repeat_blocks,partition_activations,gather_twice,bucket,compress,lower,"
-    "overlap,early_gathers,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
+    "overlap,early_gathers,pack_in_place,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
 
