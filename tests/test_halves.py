@@ -16,7 +16,7 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
 from tests.cluster import Cluster
 from tests.models import Case, features
-from tests.parity import measure_case
+from tests.parity import Distance, measure_case
 from tests.small import TOLERANCE, config, in_full
 
 HOSTS = Machines(2, 1, DEVICES["cpu"])
@@ -71,9 +71,13 @@ def test_the_second_part_is_gathered_beside_the_first_ones_use_and_reduced_befor
     assert reduced[-2:] == [set(plan.groups[1].parameters), set(plan.groups[0].parameters)]
 
 
+def _distance(settings: autoshard.Config) -> Distance:
+    return measure_case(Case(Blocks, features(4, 512), lambda loss: loss), settings)
+
+
 @pytest.mark.parametrize(("zero", "codegen"), [(3, "eager"), in_full(1, "eager"), in_full(3, "inductor")])
 def test_training_is_the_same(two: Cluster, zero: int, codegen: str) -> None:
     """Losses, gradients, their norm and parameters, by a plan that was made for other machines."""
     settings = config("auto", plan=planned(Blocks(), zero), codegen=codegen, replicate_below="auto")
-    for distance in two.run(measure_case, Case(Blocks, features(4, 512), lambda loss: loss), settings):
+    for distance in two.run(_distance, settings):
         assert distance.worst < TOLERANCE, distance
