@@ -296,7 +296,7 @@ def test_what_is_looked_up_comes_before_gathers() -> None:
     assert _order(0) == [*asked, "wait_tensor", "wait_tensor"]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 1])
 def test_what_travels_is_known_before_the_model_was_traced(zero: int) -> None:
     """As the forecast of its graphs has it."""
     captured, plan = capture(Words(), torch.zeros(2, 8, dtype=torch.long)), planned(zero)
