@@ -238,7 +238,8 @@ class FirstCall:
         config = _without_nodes(config, hosts, where.cluster.per_node)
         if len(set(kinds)) > 1 or isinstance(self.model, Family):  # whose copies share a graph
             config = replace(config, partition_activations=False)
-        forecast = self._forecaster(where) if self._chooses() or waits_for_gathers(inventory, config, where) else None
+        long = self.graph.capture is not None and waits_for_gathers(inventory, config, where)
+        forecast = self._forecaster(where) if self._chooses() or long else None
         fit = forecast.fit if forecast else None
         alike: Alike = forecast.alike if forecast else lambda _: ()
         plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit, alike))

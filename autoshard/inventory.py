@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,20 +84,35 @@ def take_inventory(
 
 
 def rows_looked_up(gm: GraphModule, inputs: Sequence[object]) -> dict[int, int]:
-    """Of each parameter among a graph's inputs that is looked up in once and not used otherwise, how many rows; by id."""
-    places = gm.graph.find_nodes(op="placeholder")
-    found = {id(x): _lookup(place) for place, x in zip(places, inputs) if isinstance(x, nn.Parameter)}
-    return {key: _count(_indices(lookup)) for key, lookup in found.items() if lookup is not None}
+    """Of each parameter among a graph's inputs that is looked up in once and not used otherwise, how many rows; by id. What other
+    parameters say is to be looked up is known when these are gathered, and not before."""
+    places = {place: x for place, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if isinstance(x, nn.Parameter)}
+    found = {id(x): _lookup(place) for place, x in places.items()}
+    asked = {key: _indices(lookup) for key, lookup in found.items() if lookup is not None}
+    return {key: _count(indices) for key, indices in asked.items() if not _is_made_of(indices, places)}
 
 
 def _lookup(weight: Node) -> Node | None:
-    """The one call that reads a weight, or what is made of it alone, if it is an embedding's."""
+    """The one call that reads a weight, gathered from its rows or as it is, if it is an embedding's."""
     if len(weight.users) != 1:
         return None
     (user,) = weight.users
     if user.target is torch.nn.functional.embedding:
-        return user if _indices(user) is not weight and not (user.kwargs.get("sparse") or True in user.args[5:]) else None
-    return _lookup(user) if user.all_input_nodes == [weight] else None
+        options = *user.args[5:], user.kwargs.get("scale_grad_by_freq"), user.kwargs.get("sparse")
+        return user if _indices(user) is not weight and True not in options else None
+    return _lookup(user) if user.all_input_nodes == [weight] and "unshard" in str(user.target) else None
+
+
+def _is_made_of(node: Node, sources: Container[Node]) -> bool:
+    """Whether one of these is among all that a node is made of."""
+    todo, seen = [node], set[Node]()
+    while todo:
+        one = todo.pop()
+        if one in sources:
+            return True
+        todo += [source for source in one.all_input_nodes if source not in seen]
+        seen.update(one.all_input_nodes)
+    return False
 
 
 def _indices(lookup: Node) -> Any:

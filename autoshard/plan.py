@@ -230,8 +230,8 @@ class Plan:
         for name in self.sparse:
             if name not in self.group_of or not self.may_send_rows(self.group_of[name]):
                 raise PlanError(
-                    f"plan: sparse: {name!r} is not legal; legal: parameters that all processes have whole, or of which with direct=True "
-                    "each has some rows"
+                    f"plan: sparse: {name!r} is not legal; legal: parameters that all processes have whole, or whose rows all of them share, "
+                    "with direct=True and no node or ranks"
                 )
         if self.sparse and (self.compression or self.low_rank):
             raise PlanError(f"plan: sparse: {self.sparse[0]!r} beside compression is not legal; legal: one of them")

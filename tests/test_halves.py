@@ -14,6 +14,7 @@ from autoshard.passes import graphs
 from autoshard.passes.choose_blocks import OWN_GRAPHS
 from autoshard.plan import Plan
 from autoshard.rehearsal import rehearse
+from autoshard.torch_internals import KEEPS_OPERATORS
 from tests.cluster import Cluster
 from tests.models import Case, features
 from tests.parity import Distance, measure_case
@@ -33,6 +34,28 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.square().mean()
+
+
+class Taken(Blocks):
+    """With a module that is called as a part would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["layers.0/1"] = nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self._modules["layers.0/1"](x).square().mean()  # type: ignore[misc]
+
+
+class Looked(Blocks):
+    """Whose first group has an embedding of which rows travel, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(30_000, 512), nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mix(self.words(x.long().sum(1))))
 
 
 def planned(model: nn.Module, zero: int, cluster: Machines = HOSTS, width: int = 512) -> Plan:
@@ -59,6 +82,16 @@ def test_what_would_not_pay_stays_one() -> None:
     for case, plan in names.items():
         assert not any("/" in g.name for g in plan.groups), case
     assert any("/" in g.name for g in planned(Blocks(OWN_GRAPHS - 1), 3).groups)
+
+
+def test_parts_have_names_of_their_own() -> None:
+    assert [g.name for g in planned(Taken(), 3).groups] == ["layers.0", "layers.1", "layers.2", "layers.0/1"]
+
+
+@pytest.mark.skipif(not KEEPS_OPERATORS, reason="torch before 2.13 takes an embedding's gradient apart")
+def test_what_is_not_gathered_is_no_part() -> None:
+    plan = planned(Looked(), 3)
+    assert plan.sparse == ("words.weight",) and plan.groups[0].parameters == ("words.weight", "mix.weight")
 
 
 def test_the_second_part_is_gathered_beside_the_first_ones_use_and_reduced_before_it() -> None:

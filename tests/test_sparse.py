@@ -37,7 +37,7 @@ from tests.small import compiled_pair, config, in_full
 
 pytestmark = pytest.mark.skipif(not KEEPS_OPERATORS, reason="torch before 2.13 takes an embedding's gradient apart")
 HOSTS = Machines(2, 1, DEVICES["cpu"])
-Use = Literal["looked up", "and summed"]
+Use = Literal["looked up", "and summed", "found by another"]
 
 
 class Words(nn.Module):
@@ -50,6 +50,8 @@ class Words(nn.Module):
         self.tied = nn.Embedding(50, 16)
 
     def forward(self, tokens: Tensor, use: Use = "looked up") -> Tensor:
+        if use == "found by another":
+            tokens = (tokens + self.tied(tokens % 50).argmax(-1)) % 3000
         x = torch.tanh(self.words(tokens) + self.places(torch.arange(tokens.shape[1])) + self.tied(tokens % 50))
         found = torch.logsumexp(x @ self.tied.weight.t(), -1).mean()
         return found + self.words.weight.square().sum() if use == "and summed" else found
@@ -141,6 +143,14 @@ def test_gradients_are_the_mean_whatever_travels(
     for found in two.run(seen, forced(zero), codegen, lengths, uses):
         assert found.far < 1e-5
         assert (found.by_rows, found.whole) == (each * embeddings, each * (2 - embeddings)), found
+
+
+def test_a_process_that_has_to_gather_to_know_what_it_looks_up_takes_all(two: Cluster) -> None:
+    """In the place where others ask for rows; where nothing is gathered it asks for rows."""
+    for zero, by_rows, by_all in ((3, 2, 2), (0, 2, 0)):
+        for found in two.run(seen, forced(zero), "eager", [8, 5], ["looked up", "found by another"]):
+            assert found.far < 1e-5
+            assert (found.by_rows, found.whole) == (by_rows, by_all), found
 
 
 @pytest.mark.parametrize(("zero", "codegen"), [(0, "eager"), (3, "eager"), in_full(1, "eager"), in_full(0, "inductor")])
@@ -248,6 +258,24 @@ class ByName(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return nn.functional.embedding(input=tokens, weight=self.words).square().mean()
+
+
+class Otherwise(ByName):
+    """Of which no rows could travel, in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.places = how, nn.Parameter(torch.randn(3000, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words, scaled = (2 * self.words, False) if self.how == "made of it" else (self.words, self.how == "scaled")
+        tokens = self.places[tokens].argmax(-1) if self.how == "found by another" else tokens
+        return nn.functional.embedding(tokens, words, scale_grad_by_freq=scaled).square().mean()
+
+
+@pytest.mark.parametrize("how", ["made of it", "scaled", "found by another"])
+def test_a_plan_names_no_embedding_of_which_no_rows_could_travel(how: str) -> None:
+    assert not autoshard.plan(Otherwise(how), torch.zeros(2, 8, dtype=torch.long), config(3), HOSTS).sparse
 
 
 def test_what_is_looked_up_may_be_given_by_name() -> None:

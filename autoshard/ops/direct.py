@@ -103,7 +103,7 @@ def _add_up(parts: Sequence[Tensor], place: Tensor) -> None:
 
 def _group(name: str, tensor: Tensor) -> dist.ProcessGroup:
     if tensor.device.type != "cpu":
-        where = f"where tensors are on {tensor.device.type!r}, nor is direct_sums; legal: on 'cpu', over gloo"
+        where = f"where tensors are on {tensor.device.type!r}, nor is direct_sums or sparse; legal: on 'cpu', over gloo"
         raise PlanError(f"plan: direct: True is not legal {where}")
     return torch_internals.group_named(name)
 

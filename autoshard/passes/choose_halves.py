@@ -26,9 +26,10 @@ def choose_halves(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     first = next((i for i, cost in enumerate(costs) if cost.optimizer_degree > 1 and cost.brought), None)
     if first is None or cluster.device.inside.scatters or _is_a_graph(plan, plan.groups[first]):
         return plan
-    halves = _halves(plan.groups[first], inventory)
+    halves = _halves(plan, plan.groups[first], inventory)
     parted = replace(plan, groups=(*plan.groups[:first], *halves, *plan.groups[first + 1 :]))
-    if len(halves) < 2 or not _pays(costs[first], costs_of(parted, inventory)[first : first + 2], cluster):
+    taken = {group.name for group in plan.groups}.intersection(half.name for half in halves)
+    if len(halves) < 2 or taken or not _pays(costs[first], costs_of(parted, inventory)[first : first + 2], cluster):
         return plan
     sent = bytes_text(costs[first].brought)
     return parted.because(f"{plan.groups[first].name}, {sent} that nothing is computed beside, goes in two parts")
@@ -41,10 +42,10 @@ def _is_a_graph(plan: Plan, group: ParameterGroup) -> bool:
     return bool(stack) and stacks[stack] >= OWN_GRAPHS
 
 
-def _halves(group: ParameterGroup, inventory: Inventory) -> list[ParameterGroup]:
-    """Its parameters in the order of use: as many as have half of the elements at most, and the others."""
+def _halves(plan: Plan, group: ParameterGroup, inventory: Inventory) -> list[ParameterGroup]:
+    """Its parameters in the order of use: as many as have half at most of the elements that are gathered, and the others."""
     infos = {p.name: p for p in inventory.parameters}
-    ends = list(itertools.accumulate(infos[name].elements for name in group.parameters))
+    ends = list(itertools.accumulate(0 if name in plan.sparse else infos[name].elements for name in group.parameters))
     count = max(1, sum(2 * end <= ends[-1] for end in ends))
     parts = filter(None, (group.parameters[:count], group.parameters[count:]))
     return [
@@ -62,4 +63,4 @@ def _pays(whole: GroupCost, halves: list[GroupCost], cluster: Cluster) -> bool:
 
     (gather, reduction), *each = map(took, (whole, *halves))
     more = gathers * (sum(g for g, _ in each) - gather) + sum(r for _, r in each) - reduction
-    return sum(each[1]) >= WORTH * more
+    return all(half.brought for half in halves) and sum(each[1]) >= WORTH * more

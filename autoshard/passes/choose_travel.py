@@ -28,7 +28,7 @@ def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy:
     plan = _with_direct(_with_hierarchy(plan, inventory, cluster, hierarchy), inventory, cluster)
     plan = _with_direct_sums(_with_reductions(plan, inventory, cluster), inventory, cluster)
     plan = _with_messages(plan, inventory, cluster)
-    plan = _with_sparse(_with_some_apart(plan, inventory, cluster), inventory, cluster)
+    plan = _with_some_apart(_with_sparse(plan, inventory, cluster), inventory, cluster)
     return _with_buckets(plan, inventory, cluster)
 
 

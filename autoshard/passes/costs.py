@@ -50,7 +50,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         direct_sums=plan.direct_sums,
         message=plan.message,
         node=plan.node if group.degrees.optimizer > 1 else 0,
-        apart=_apart(plan, layout, infos),
+        apart=_apart(plan, layout, [p for p in infos if not (p in sparse and layout.sharded)]),
         low_rank=sum(p.elements for p in trained if p.name in thinned),
         thin=sum(thin(p.shape, plan.low_rank) for p in trained if p.name in thinned),
         rows=tuple(rows_of(plan, p) for p in sparse),
@@ -117,7 +117,7 @@ def _buckets(plan: Plan, reduced: Sequence[ParameterInfo]) -> tuple[int, ...]:
 
 def _apart(plan: Plan, layout: Layout, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
     """Bytes of each parameter that is gathered by itself, though it is not the only one."""
-    if not layout.apart or len(infos) == 1:
+    if not layout.apart or len(infos) < 2:
         return ()
     shapes = tuple(p.shape for p in infos)
     if layout.node:

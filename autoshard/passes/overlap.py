@@ -97,17 +97,14 @@ class Overlap:
 
 
 def _look_up_first(gm: GraphModule, plan: Plan) -> Node | None:
-    """Asks for embeddings' rows in the plan's order and then looks them up, as far as the indices are there before anything was gathered;
-    backward's messages are waited for at the end of forward. The last of these nodes, or of the inputs."""
+    """Asks for embeddings' rows in the plan's order and then looks them up; what only backward reads is waited for at the end of
+    forward. The last of these nodes, or of the inputs."""
     head: Node | None = next(reversed(gm.graph.find_nodes(op="placeholder")), None)
     for op in (ASK_ROWS, LOOK_UP_ROWS):
         for node in sorted(graphs.calls(gm, op), key=lambda n: plan.rank_of[graphs.serves(n)[0]]):
             assert head is not None  # what it asks of is an input
             at = graphs.positions(gm.graph)
-            chain = graphs.sources_behind([node], head, at)
-            if any(n.target in graphs.STARTS for n in chain):
-                continue
-            _move_after(chain, head)
+            _move_after(graphs.sources_behind([node], head, at), head)
             head = max(head, node, key=graphs.positions(gm.graph).__getitem__)
     for wait in (user for asked in graphs.calls(gm, ASK_ROWS) for user in asked.users):
         if all(user.op == "output" for user in wait.users):

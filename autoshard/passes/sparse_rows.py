@@ -1,7 +1,7 @@
 """Rewrite: of an embedding that the plan names only the rows travel that are looked up ([Note: Sparse rows]).
 
 Every graph asks for them, looks up in what then comes, and asks for its gradient's mean in this way, also one that uses the parameter
-otherwise or has a gradient of all of it: the other processes cannot know.
+otherwise, finds what to look up in what it gathers first, or has a gradient of all of it: the other processes cannot know.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.ops.layout import Layout
-from autoshard.ops.sparse import ASK_ROWS, LOOK_UP_ROWS, REDUCE_ROWS, message_bytes
+from autoshard.ops.sparse import ASK_ROWS, LOOK_UP_ROWS, NAMES, REDUCE_ROWS, message_bytes
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
 EMBEDDING = torch.ops.aten.embedding.default
 EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
+_COMMUNICATES = graphs.STARTS | NAMES.keys()
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ def _by_rows(unshard: Node, reduction: Node | None, sharded: bool) -> None:
     layout, table = Layout.parse(str(text)), shape[0]  # type: ignore[index]
     size, group = (layout.size, layout.group) if sharded else (layout.copies, layout.replicas)
     lookup, gradient = _only_lookup(unshard), _embedding_gradient(reduction)
-    source = lookup if sharded else gradient
-    indices: Any = source.args[1] if source is not None else None
+    source: Any = lookup if sharded else gradient
+    indices = source.args[1] if source is not None and _at_once(source.args[1]) else None
     gradient = gradient if gradient is not None and gradient.args[1] is indices else None
     messages = _ask(unshard, (indices, shard, table, gradient is None, name, size, group))
+    lookup = lookup if indices is not None else None
     if sharded:
         _look_up(lookup or unshard, (shard, messages, indices, shape, text, name, group))
         if lookup is not None:
@@ -65,6 +67,15 @@ def _only_lookup(unshard: Node) -> Node | None:
     (user,) = unshard.users
     plain = graphs.is_call(user, EMBEDDING) and user.args[0] is unshard and True not in user.args[3:]
     return user if plain and user.args[1] is not unshard else None
+
+
+def _at_once(indices: Node) -> bool:
+    """Whether they are there before anything was gathered or exchanged: else another process, whose are, would ask in another order."""
+    return not any(node.target in _COMMUNICATES or graphs.is_call(node, graphs.UNSHARD) and _is_gathered(node) for node in graphs.sources([indices]))
+
+
+def _is_gathered(unshard: Node) -> bool:
+    return Layout.parse(str(unshard.args[2])).sharded
 
 
 def _embedding_gradient(reduction: Node | None) -> Node | None:
