@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,36 +115,34 @@ def _host(program: Program, device: Device, fused: bool) -> float:
 def collective_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group], sizes: Open) -> float:
     """Of its group, and what it is given; of open sizes, what these were in the trace."""
     group = _group(groups, operation)
-    return sum(collectives.seconds(*message, group, cluster.device) for message in _messages(operation, group, sizes))
+    return collectives.seconds(*_message(operation, group, sizes), group, cluster.device)
 
 
 def traffic(program: Program, cluster: Cluster, groups: Mapping[str, Group]) -> list[Sent]:
     """What a program sends; sizes as in the trace."""
     asked = (o for o in program.operations if o.name in SPARSE or o.starts_collective)
-    return added_up(sent for o in asked for sent in _sent(o, _group(groups, o), cluster.device, program.open))
+    return added_up(_sent(o, _group(groups, o), cluster.device, program.open) for o in asked)
 
 
-def _sent(operation: Operation, group: Group, device: Device, sizes: Open) -> Iterator[Sent]:
-    for name, payload in _messages(operation, group, sizes):
-        bytes, took = (f(name, payload, group, device) for f in (collectives.bytes_sent, collectives.seconds))
-        yield name, operation.half, 1, int(bytes), took
+def _sent(operation: Operation, group: Group, device: Device, sizes: Open) -> Sent:
+    name, payload = _message(operation, group, sizes)
+    bytes, took = (f(name, payload, group, device) for f in (collectives.bytes_sent, collectives.seconds))
+    return name, operation.half, 1, int(bytes), took
 
 
 def _issue_seconds(operation: Operation, cluster: Cluster, groups: Mapping[str, Group]) -> float:
     group = _group(groups, operation)
-    return sum(collectives.issue_seconds(*message, group, cluster.device) for message in _messages(operation, group, Open()))
+    return collectives.issue_seconds(*_message(operation, group, Open()), group, cluster.device)
 
 
-def _messages(operation: Operation, group: Group, sizes: Open) -> list[tuple[str, int]]:
-    """Which collectives an operation is, and the bytes of the whole tensor of each."""
+def _message(operation: Operation, group: Group, sizes: Open) -> tuple[str, int]:
+    """Which collective an operation is, and the bytes of the whole tensor."""
     if operation.name in SPARSE:
-        return [_of_rows(operation, group, sizes)]
+        return _of_rows(operation, group, sizes)
     packet = operation.node.target.overloadpacket.__name__.removesuffix("_coalesced")  # type: ignore[union-attr]
-    if operation.name == ASK_ROWS:
-        return [("gather_direct", operation.node.meta["val"].nbytes)]
-    name = _NAMES.get(packet, packet)
+    name = "gather_direct" if operation.name == ASK_ROWS else _NAMES.get(packet, packet)
     sent = tree_leaves(operation.node.meta["val"] if name in GATHERS else [n.meta["val"] for n in tree_leaves(operation.node.args[0])])
-    return [(name, sum(value.numel() * value.element_size() for value in sent))]
+    return name, sum(value.numel() * value.element_size() for value in sent)
 
 
 def _of_rows(operation: Operation, group: Group, sizes: Open) -> tuple[str, int]:
