@@ -92,11 +92,16 @@ def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequ
 
 def run_gather_packed(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str) -> Tensor:
     """`run_gather` of what these shards make in one flat tensor."""
+    (piece,) = wire.cut(wire.counts(wire.split_shapes(shapes, ndims), Layout.parse(layout)), 0)
+    whole = _gathered_like(shards, shapes, ndims, layout, size, group)
+    return gather_of(lambda own: wire.pack_piece(shards, piece, own), whole, size, group)
+
+
+def _gathered_like(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str) -> Tensor:
+    """What that gives, with nothing in it."""
     spec = Layout.parse(layout)
     sizes = wire.counts(wire.split_shapes(shapes, ndims), spec)
-    (piece,) = wire.cut(sizes, 0)
-    whole = shards[0].new_empty(size * sum(sizes), dtype=spec.compute or shards[0].dtype)
-    return gather_of(lambda own: wire.pack_piece(shards, piece, own), whole, size, group)
+    return shards[0].new_empty(size * sum(sizes), dtype=spec.compute or shards[0].dtype)
 
 
 def run_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
@@ -126,14 +131,6 @@ def _fake_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Se
     return [shards[0].new_empty(n, dtype=dtype) for n in _lengths(sizes, dtype, spec)]
 
 
-def _fake_gather_packed(
-    shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str
-) -> Tensor:
-    spec = Layout.parse(layout)
-    sizes = wire.counts(wire.split_shapes(shapes, ndims), spec)
-    return shards[0].new_empty(size * sum(sizes), dtype=spec.compute or shards[0].dtype)
-
-
 def _fake_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str) -> list[Tensor]:
     return [gathered[0].new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
 
@@ -157,7 +154,7 @@ _ANY = [torch.Tag.flexible_layout]
 _SHAPES = "SymInt[] shapes, SymInt[] ndims, str layout"
 PACK_SHARDS: Any = define("pack_shards", f"(Tensor[] shards, {_SHAPES}) -> Tensor[]", run_pack_shards, _fake_pack_shards, _ANY)
 GATHER_PACKED: Any = define(
-    "gather_direct.packed", f"(Tensor[] shards, {_SHAPES}, SymInt size, str group) -> Tensor", run_gather_packed, _fake_gather_packed
+    "gather_direct.packed", f"(Tensor[] shards, {_SHAPES}, SymInt size, str group) -> Tensor", run_gather_packed, _gathered_like
 )
 define("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full, _ANY)
 define("rows_by_rank", "(Tensor[] grads, str layout) -> Tensor[]", run_rows_by_rank, _fake_rows_by_rank, _ANY)

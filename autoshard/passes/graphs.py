@@ -107,7 +107,7 @@ def collectives(gm: GraphModule) -> list[Op]:
     """What a graph communicates, before its messages are put together: each op is of one parameter still. What a block takes that is
     called again is gathered twice."""
     called = (source for call in calls(gm, REPEAT_BLOCK) for source in call.all_input_nodes)
-    return [(str(node.target), serves(node)) for node in (*gm.graph.nodes, *called) if _communicates(node)]
+    return [(str(node.target), serves(node)) for node in (*gm.graph.nodes, *called) if communicates(node)]
 
 
 def started(gm: GraphModule) -> list[Op]:
@@ -120,7 +120,7 @@ def started(gm: GraphModule) -> list[Op]:
         if node.target in STARTS and "part_of" in node.meta:
             over = groups.setdefault(str(node.args[-1]), len(groups))
             found.append((f"{node.target} {over}", serves(node)))
-        elif _communicates(node):
+        elif communicates(node):
             found.append((str(node.target), serves(node)))
     return found
 
@@ -131,7 +131,8 @@ def serves(node: Node) -> tuple[str, ...]:
     return node.meta.get("serves") or (() if at is None else (str(node.args[at]),))
 
 
-def _communicates(node: Node) -> bool:
+def communicates(node: Node) -> bool:
+    """Whether a node is an op of ours that becomes collectives, or has some in it."""
     if is_call(node, UNSHARD, UNSHARD_BUCKET):
         return Layout.parse(str(node.args[2 if is_call(node, UNSHARD) else 4])).sharded
     return is_call(node, REPLICATE_BUFFERS, *sparse.NAMES, REDUCE_GRAD, REDUCE_BUCKET, MEAN_LOW_RANK, GATHER_EARLY)

@@ -5,8 +5,8 @@ operations, constants and the shapes, strides and dtypes of all values are the s
 matter. Alike blocks of which the plan saves different things are different graphs. Blocks of regions are outlined however few they are
 ([Note: Regions] in `repeat_blocks`). Unshards stay outside, where
 communication is planned. What cannot be told apart from its surroundings (foreign operations between a block's own, numbers
-that are neither constants nor sizes, a mode that was switched around it) stays as it is, and so does what reads an embedding whose
-gradient travels as rows, which `sparse_rows` has to see. Where blocks are outlined, what is
+that are neither constants nor sizes, a mode that was switched around it) stays as it is, and so does what reads an embedding of
+which only rows travel, which `sparse_rows` has to see. Where blocks are outlined, what is
 before, between and after them becomes graphs of its own too, if it uses parameters: an embedding, a head with its loss.
 """
 

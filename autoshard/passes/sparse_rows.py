@@ -14,13 +14,12 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.ops.layout import Layout
-from autoshard.ops.sparse import ASK_ROWS, LOOK_UP_ROWS, NAMES, REDUCE_ROWS, message_bytes
+from autoshard.ops.sparse import ASK_ROWS, LOOK_UP_ROWS, REDUCE_ROWS, message_bytes
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
 EMBEDDING = torch.ops.aten.embedding.default
 EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
-_COMMUNICATES = graphs.STARTS | NAMES.keys()
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,8 @@ def _only_lookup(unshard: Node) -> Node | None:
 
 def _at_once(indices: Node) -> bool:
     """Whether they are there before anything was gathered or exchanged: else another process, whose are, would ask in another order."""
-    return not any(node.target in _COMMUNICATES or graphs.is_call(node, graphs.UNSHARD) and _is_gathered(node) for node in graphs.sources([indices]))
-
-
-def _is_gathered(unshard: Node) -> bool:
-    return Layout.parse(str(unshard.args[2])).sharded
+    made_of = indices, *graphs.sources([indices])
+    return not any(node.target in graphs.STARTS or graphs.communicates(node) for node in made_of)
 
 
 def _embedding_gradient(reduction: Node | None) -> Node | None:
