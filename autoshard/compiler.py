@@ -29,13 +29,8 @@ from autoshard.console import Phases
 from autoshard.cost_model.hardware import Device
 from autoshard.errors import ConfigError, first_line
 from autoshard.family import Family
-from autoshard.first_call import (
-    FirstCall,
-    FirstGraph,
-    kind_of,
-    refuse_unplanned,
-    refuse_what_cannot_be_sharded,
-)
+from autoshard.first_call import FirstCall, kind_of
+from autoshard.first_graph import FirstGraph
 from autoshard.heap import one_look
 from autoshard.inventory import device_of, names_of
 from autoshard.kernels import launcher
@@ -52,6 +47,7 @@ from autoshard.runtime import optimizers, processes
 from autoshard.runtime.presence import Patience, SignsOfLife
 from autoshard.runtime.residue import giving_leaves
 from autoshard.runtime.state import ModelState, copies, state_of
+from autoshard.unshardable import refuse_unplanned, refuse_what_cannot_be_sharded
 
 
 class Backend:

@@ -6,19 +6,14 @@ import itertools
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from autoshard import torch_internals
 from autoshard.capture import Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
@@ -26,27 +21,17 @@ from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, wi
 from autoshard.cost_model.collectives import GATHERS, table_name
 from autoshard.cost_model.hardware import Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, all_like
-from autoshard.errors import ConfigError, PlanError, ShardingError, UnsupportedError, first_line
-from autoshard.family import Family, members_of, used_in
+from autoshard.errors import ConfigError, PlanError, ShardingError, first_line
+from autoshard.family import Family, members_of
+from autoshard.first_graph import FirstGraph
 from autoshard.forecast import Forecaster
-from autoshard.heap import alive
-from autoshard.inventory import (
-    Inventory,
-    device_of,
-    in_order_of_last_use,
-    is_trained,
-    names_of,
-    rows_looked_up,
-    take_inventory,
-)
+from autoshard.inventory import Inventory, device_of, is_trained, names_of
 from autoshard.ops.early import Early
 from autoshard.owner import call_of
-from autoshard.passes import graphs
 from autoshard.passes.choose_partition import Alike
 from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages, make_plan
 from autoshard.passes.manager import PassManager
-from autoshard.passes.name_parameters import refuse_direct_uses, refuse_nested
 from autoshard.plan import Plan
 from autoshard.planning import as_they_will_step, budget_bytes, check_passes_carry_out, check_plan_fits
 from autoshard.runtime import loaded, optimizers, processes, scaler
@@ -61,71 +46,12 @@ from autoshard.runtime.presence import Patience
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.shared_memory import refuse_shared_memory
-from autoshard.runtime.state import ModelState, make_unusable, refuse_unusable
+from autoshard.runtime.state import ModelState, make_unusable
 from autoshard.runtime.steps import watch_steps
-from autoshard.skipped import refuse_recurrent, refuse_sparse, refuse_wrapped
 from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
 LONG = 2e-3  # seconds a parameter that all gathers of a step take
-
-
-@dataclass(frozen=True)
-class FirstGraph:
-    """What a first call takes from a model's first graph. written: parameters that forward writes to. capture: the graph
-    itself, where it was captured. transformed: parameters that it takes in a transform of functions, as far as that is known."""
-
-    inventory: Inventory
-    written: tuple[str, ...]
-    capture: Capture | None = None
-    transformed: tuple[str, ...] = ()
-
-    @staticmethod
-    def given(model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> FirstGraph:
-        """As Dynamo gives it to a backend, of whole parameters."""
-        used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
-        inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)), rows_looked_up(gm, inputs))
-        names = names_of(model)
-        whole = {
-            n: names[id(x)] for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if id(x) in names
-        }
-        return FirstGraph(inventory, _written(gm, whole))
-
-    @staticmethod
-    def captured(capture: Capture) -> FirstGraph:
-        """Of a copy of the model, whose modules show their parameters as sharded ones do."""
-        whole = {u: name for n, name in capture.named_inputs.items() for u in n.users if graphs.is_call(u, graphs.UNSHARD)}
-        inside = graphs.in_transforms(capture.graph)
-        transformed = tuple(name for node, name in whole.items() if node in inside)
-        return FirstGraph(capture.inventory, _written(capture.graph, whole), capture, transformed)
-
-    def refuse_writes(self) -> None:
-        """On a shard they would be lost."""
-        if self.written:
-            raise UnsupportedError(
-                f"forward writes to parameter {self.written[0]!r} in place (an embedding's max_norm, say); "
-                "on a shard that write would be lost"
-            )
-
-    def refuse_direct_uses(self) -> None:
-        """Dynamo gets through no trace of rows that are mixed with tensors, and would not name the parameter."""
-        if self.capture is not None:
-            refuse_nested(self.capture.graph)
-            refuse_direct_uses(self.capture.named_inputs)
-
-    def refuse_transformed(self) -> None:
-        """Torch takes no DTensor apart there."""
-        if self.transformed:
-            raise UnsupportedError(
-                f"forward uses parameter {self.transformed[0]!r} in a transform of functions (torch.vmap, torch.func.grad), "
-                "which no sharded one can be; legal: zero=0, or to take the parameter outside of the function that is transformed"
-            )
-
-
-def _written(gm: GraphModule, whole: dict[Node, str]) -> tuple[str, ...]:
-    """Of these whole parameters, with their names, those that the graph writes to."""
-    written = graphs.written(gm)
-    return tuple(name for node, name in whole.items() if written(node))
 
 
 class FirstCall:
@@ -387,55 +313,6 @@ def _without_nodes(config: Config, hosts: Sequence[str], per_node: int) -> Confi
 
 
 _count_first_calls = itertools.count()
-
-
-def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
-    """Named errors for what would be silently wrong, before anything is touched."""
-    refuse_unusable(model)
-    _refuse_ddp_around(model)
-    refuse_recurrent(model)
-    refuse_sparse(model)
-    refuse_wrapped(model)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise UnsupportedError(
-                f"parameter {name!r} is a DTensor already; autoshard takes plain parameters. Of models that share it compile one that "
-                "holds them all"
-            )
-        if parameter.is_meta:
-            raise UnsupportedError(
-                f"parameter {name!r} is on the meta device and has no values; legal: model.to_empty(device=...) and load_state_dict, "
-                "before the first call"
-            )
-        if torch_internals.has_hooks(parameter) or parameter.grad is not None:
-            raise UnsupportedError(
-                f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
-                "register hooks after it, and zero_grad before it"
-            )
-
-
-def _refuse_ddp_around(model: nn.Module) -> None:
-    """DDP would go on reducing the gradients of parameters that are gone."""
-    compiled = members_of(model)
-    for outer in alive(DistributedDataParallel):
-        if outer is not model and any(module is m for module in outer.modules() for m in compiled):
-            raise UnsupportedError(
-                f"{type(compiled[0]).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
-                "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface"
-            )
-
-
-def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequence[Any]) -> None:
-    """A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
-    rows would be taken for them, trained or not. names: of the parameters that the model has now, by id."""
-    for x in inputs:
-        if not isinstance(x, nn.Parameter) or id(x) in state.ids:
-            continue
-        if x.requires_grad or (state.plan.sharded and id(x) in names):
-            raise UnsupportedError(
-                f"parameter {names.get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
-                "of another model; add parameters before the first call, and give one that is there other values by load_state_dict"
-            )
 
 
 def local_cluster(config: Config, hosts: Sequence[str], device: torch.device) -> Cluster:

@@ -1,0 +1,66 @@
+"""What cannot be sharded, or not any more: named errors before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autoshard import torch_internals
+from autoshard.errors import UnsupportedError
+from autoshard.family import members_of
+from autoshard.heap import alive
+from autoshard.runtime.state import ModelState, refuse_unusable
+from autoshard.skipped import refuse_recurrent, refuse_sparse, refuse_wrapped
+
+
+def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
+    """A model that would train something else, silently."""
+    refuse_unusable(model)
+    _refuse_ddp_around(model)
+    refuse_recurrent(model)
+    refuse_sparse(model)
+    refuse_wrapped(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor already; autoshard takes plain parameters. Of models that share it compile one that "
+                "holds them all"
+            )
+        if parameter.is_meta:
+            raise UnsupportedError(
+                f"parameter {name!r} is on the meta device and has no values; legal: model.to_empty(device=...) and load_state_dict, "
+                "before the first call"
+            )
+        if torch_internals.has_hooks(parameter) or parameter.grad is not None:
+            raise UnsupportedError(
+                f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
+                "register hooks after it, and zero_grad before it"
+            )
+
+
+def _refuse_ddp_around(model: nn.Module) -> None:
+    """DDP would go on reducing the gradients of parameters that are gone."""
+    compiled = members_of(model)
+    for outer in alive(DistributedDataParallel):
+        if outer is not model and any(module is m for module in outer.modules() for m in compiled):
+            raise UnsupportedError(
+                f"{type(compiled[0]).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
+                "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface"
+            )
+
+
+def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequence[Any]) -> None:
+    """A graph may only train parameters that were there at the first call: others would not be reduced. One that took the place of
+    rows would be taken for them, trained or not. names: of the parameters that the model has now, by id."""
+    for x in inputs:
+        if not isinstance(x, nn.Parameter) or id(x) in state.ids:
+            continue
+        if x.requires_grad or (state.plan.sharded and id(x) in names):
+            raise UnsupportedError(
+                f"parameter {names.get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
+                "of another model; add parameters before the first call, and give one that is there other values by load_state_dict"
+            )
