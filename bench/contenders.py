@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
+MESSAGE = 1 << 20  # bytes, of what is sent beside a step
 RANK = 4  # of the matrices that PowerSGD sends
 
 
@@ -52,6 +53,36 @@ def _ordinary(model: nn.Module, optimizer: Optimizer | None = None) -> Contender
 def compute() -> Contender:
     """Every process by itself: what a step costs without communication. Trains something else."""
     return _ordinary(torch.compile(reference.build_model()))
+
+
+def compute_beside(stage: Literal[0, 1, 2, 3]) -> Contender:
+    """The same while the link carries as many bytes as each process sends by autoshard's plan of this stage, from the step's begin, with
+    nothing waiting for anything but the step's end. Processes send to the next one and receive from the one before."""
+    sent = _bytes_sent(stage)
+    sizes = [MESSAGE] * (sent // MESSAGE) + [sent % MESSAGE]
+    given, taken = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+    world, rank = dist.get_world_size(), dist.get_rank()
+    alone = compute()
+
+    def step(tokens: Tensor) -> Tensor:
+        works = [dist.irecv(message, (rank - 1) % world) for message in taken]
+        works += [dist.isend(message, (rank + 1) % world) for message in given]
+        loss = alone.step(tokens)
+        for work in works:
+            assert work is not None, "this process is in the group of all"
+            work.wait()
+        return loss
+
+    return alone._replace(step=step)
+
+
+def _bytes_sent(stage: Literal[0, 1, 2, 3]) -> int:
+    import autoshard
+
+    cluster = autoshard.Cluster.from_yaml(f"nodes: {dist.get_world_size()}\ndevice: cpu")
+    tokens = reference.batch(0, 0)
+    plan = autoshard.plan(reference.build_model(), {"input_ids": tokens, "labels": tokens}, autoshard.Config(zero=stage), cluster)
+    return sum(traffic.bytes for traffic in plan.predicted.traffic)
 
 
 def ddp(compiled: bool = False) -> Contender:
@@ -173,8 +204,10 @@ COMPRESSIONS: dict[str, Callable[[], Contender]] = {
     "autoshard0_powersgd": partial(autoshard_zero, 0, compression="powersgd", compression_rank=RANK),
 }
 
+# Where a link carries something beside compute (see beside.py).
+BESIDE: dict[str, Callable[[], Contender]] = {f"compute_beside{stage}": partial(compute_beside, stage) for stage in (0, 3)}
 
-POSSIBLE = CONTENDERS | HIERARCHIES | EARLY | BUDGETED | PARTED | COMPRESSIONS
+POSSIBLE = CONTENDERS | BESIDE | HIERARCHIES | EARLY | BUDGETED | PARTED | COMPRESSIONS
 
 
 def side_of(name: str) -> str:

@@ -84,11 +84,6 @@ class Steps:
         """The median of the rounds' ratios."""
         return statistics.median(self.ratios(name, to))
 
-    def spread(self, name: str, to: str) -> str:
-        """The middle half of the rounds' ratios: how sure the median is."""
-        low, _, high = statistics.quantiles(self.ratios(name, to), n=4)
-        return f"{low:.2f} to {high:.2f}"
-
 
 @dataclass(frozen=True)
 class Results:
@@ -125,11 +120,21 @@ def travels(name: str, inside: float) -> float:
 
 def bound(job: Steps, name: str) -> float | None:
     """Seconds that no step with dense gradients can go below: the compute alone, or its bytes at the line's rate."""
+    return statistics.median(found) if (found := _bounds(job, name)) else None
+
+
+def to_bound(job: Steps, name: str) -> list[float]:
+    """The rounds' ratios to it; none where there is no bound."""
+    return [took / least for took, least in zip(job.of(name).seconds, _bounds(job, name))]
+
+
+def _bounds(job: Steps, name: str) -> list[float]:
+    """In each round."""
     if not job.has("compute"):
-        return None
+        return []
     model = job.reference
     sent = travels(name, model.inside) * model.parameters * FP32 * (job.hosts - 1) / job.hosts
-    return max(statistics.median(job.of("compute").seconds), sent / (job.mbit * 1e6 / 8) if job.mbit else 0.0)
+    return [max(alone, sent / (job.mbit * 1e6 / 8) if job.mbit else 0.0) for alone in job.of("compute").seconds]
 
 
 def write(folder: Path) -> str:
@@ -160,6 +165,12 @@ def draw(results: Results, path: Path) -> None:
         axes.set_xlabel("seconds a step; red: the bound of dense gradients")
         axes.invert_yaxis()
     figure.savefig(path, dpi=120)
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The middle half of the rounds' ratios: how sure the median is."""
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{low:.2f} to {high:.2f}"
 
 
 def rate_text(mbit: int) -> str:
@@ -206,11 +217,12 @@ def _preamble() -> str:
         "DDP's flat buckets included, plus the most that a step's allocations add. The first step counts "
         "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step with dense "
         "gradients can go below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of "
-        "its blocks once more at stage 3). autoshard0 and autoshard_auto send less where a plan has an embedding's gradient as rows, so "
-        "theirs is lower. How much of a link hides depends on the processors, which carry what it carries: where the 4.2 M Llama is measured on a "
+        "its blocks once more at stage 3). autoshard's send less where of an embedding only the rows travel that are looked "
+        "up, so theirs is lower. How much of a link hides depends on the processors, which carry what it carries "
+        "([beside.md](../bench/results/beside.md): compute alone beside as many bytes): where the 4.2 M Llama is measured on a "
         "Xeon below, two cores of an AMD EPYC took 0.775 of ddp and 0.548 of fsdp2 at 1000 Mbit/s, 1.35 and 1.54 x the bounds (2026-11-27); "
-        "two slower ones 0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). These tables are of the code before a backward did "
-        "without gradients of logits that nobody differentiates: with that, autoshard3 peaks at 75.6 MB in the place of 79.8."
+        "two slower ones 0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). Tables of days before 2026-11-29 are of the code before "
+        "a backward did without gradients of logits that nobody differentiates, and before rows of embeddings travelled at stages 1 to 3."
     )
 
 
@@ -221,14 +233,13 @@ def _table(results: Results, job: Steps) -> str:
 
 def _row(results: Results, job: Steps, measured: Measured) -> str:
     alone, least = results.memory_of(measured.name), bound(job, measured.name)
-    middle = statistics.median(measured.seconds)
     cells = [
         measured.name,
-        f"{middle:.3f}",
+        f"{statistics.median(measured.seconds):.3f}",
         f"{job.ratio(measured.name, 'ddp'):.2f}",
         f"{job.ratio(measured.name, 'fsdp2'):.2f}",
         f"{least:.3f}" if least else "",
-        f"{middle / least:.2f}" if least else "",
+        f"{statistics.median(to_bound(job, measured.name)):.2f}" if least else "",
         f"{alone.peak / 1e6:.1f}" if alone and alone.peak else "not measured",
         f"{alone.first_step:.1f}" if alone and alone.first_step else "not measured",
     ]
@@ -246,12 +257,12 @@ def _targets(results: Results, job: Steps) -> str:
 
 
 def _bound_target(job: Steps, ours: str) -> str:
-    least, limit = bound(job, ours), BOUND_TARGET.get(job.mbit)
-    assert least is not None
-    ratio = statistics.median(job.of(ours).seconds) / least
+    ratios, limit = to_bound(job, ours), BOUND_TARGET.get(job.mbit)
+    ratio = statistics.median(ratios)
     if limit is None:
-        return f"{ours} takes {ratio:.2f} x the bound of dense gradients."
-    return f"{ours} takes at most {limit:g} x the bound of dense gradients: {'holds' if ratio <= limit else 'does not hold'} ({ratio:.2f})."
+        return f"{ours} takes {ratio:.2f} x the bound of dense gradients ({spread(ratios)})."
+    verdict = "holds" if ratio <= limit else "does not hold"
+    return f"{ours} takes at most {limit:g} x the bound of dense gradients: {verdict} ({ratio:.2f}, {spread(ratios)})."
 
 
 def _fastest(job: Steps) -> str:
@@ -264,7 +275,7 @@ def _fastest(job: Steps) -> str:
 def _time_target(job: Steps, ours: str, peer: str) -> str:
     limit, ratio = TARGETS.get((job.mbit, ours, peer), 1.0), job.ratio(ours, peer)
     verdict = "holds" if ratio <= limit else "does not hold"
-    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.3f}, {job.spread(ours, peer)})."
+    return f"{ours} takes at most {limit:.3g} x the step of {peer}: {verdict} ({ratio:.3f}, {spread(job.ratios(ours, peer))})."
 
 
 def _memory_target(results: Results, ours: str, peer: str) -> str:
