@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.cluster import Cluster
+from tests.garbage import collect_seldom
 
 settings.register_profile("untimed", deadline=None)  # other work on a machine fails no test
 settings.load_profile("untimed")
@@ -34,6 +36,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [i for i in items if not i.get_closest_marker("full")]  # not by keyword: that is the name of a policy too
     config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
     items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    collect_seldom()
+
+
+def pytest_unconfigure() -> None:
+    """Or what was frozen is told to have leaked at the end."""
+    gc.unfreeze()
 
 
 def _cluster(world: int) -> Iterator[Cluster]:

@@ -1,14 +1,13 @@
-"""Imported last before processes for tests are forked, which have from it what torch makes up when something is compiled first. What
-was imported by then, half a million objects, is frozen: each first call in each of them would go through it several times."""
+"""Imported last before processes for tests are forked, which have from it what torch makes up when something is compiled first, and
+what was imported by then frozen."""
 
 from __future__ import annotations
-
-import gc
 
 import torch
 from torch import nn
 
 from autoshard.heap import alive
+from tests.garbage import collect_seldom
 
 
 def _compile_something() -> None:
@@ -19,6 +18,5 @@ def _compile_something() -> None:
 
 
 _compile_something()
-gc.collect()
-gc.freeze()
+collect_seldom()
 alive(nn.Module)  # which looks through what is frozen once
