@@ -150,6 +150,7 @@ def predict(case: Case, cluster: Cluster) -> Prediction:
         where = Group(case.world, cluster.nodes)
         found["link probe"] = seconds("gather_direct", 4 * PROBE_LINK, where, cluster.device)
         found["waits"] = plan.predicted.seconds["waiting"] / found["step"]
+        found["busy"] = plan.predicted.communication_seconds / found["step"]
     return found, memory, plan
 
 

@@ -62,7 +62,8 @@ class Case:
 class Compared:
     """Predicted and measured: bytes held between steps, what is saved beside them between forward and backward, bytes at the peak,
     bytes of parameters, optimizer state and gradients when the optimizer steps, seconds of a step; on CPUs those of the probes,
-    the share of a step's kernels that are counted by FLOPs, and of a step that of waiting for the link; on GPUs bytes reserved, and those of libraries. date: of the measurement.
+    the share of a step's kernels that are counted by FLOPs, and of a step that of waiting for the link (waits) and of what the link carries,
+    hidden or not (busy); on GPUs bytes reserved, and those of libraries. date: of the measurement.
     plan: a digest of the one that was measured, where predictions may be made again."""
 
     case: Case
@@ -79,14 +80,14 @@ class Compared:
 
     @property
     def slower(self) -> float:
-        """How many times as long as when it was calibrated the machine took just then for what the step is made of; 1 where that was
-        not asked."""
+        """How many times as long as when it was calibrated the machine took just then for what the step is made of: its kernels and what
+        it waits for, but no less than all that it sends; 1 where that was not asked."""
         if "probe" not in self.measured:
             return 1.0
         matmuls, memory, link = (self._turn(name) for name in ("probe", "memory probe", "link probe"))
         kernels = self.predicted["share"] * matmuls + (1 - self.predicted["share"]) * memory
         waits = self.predicted.get("waits", 0.0)
-        return (1 - waits) * kernels + waits * link
+        return max((1 - waits) * kernels + waits * link, self.predicted.get("busy", 0.0) * link)
 
     def _turn(self, probe: str) -> float:
         return self.measured[probe] / self.predicted[probe] if probe in self.measured else 1.0

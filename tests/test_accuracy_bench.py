@@ -120,6 +120,13 @@ def _compared(case: Case, off: float) -> Compared:
     return Compared(case, {**predicted, "share": 0.5}, {**measured, "libraries": 3e7}, "2026-01-01")
 
 
+@pytest.mark.parametrize(("link", "slower"), [(1.0, 1.0), (1.1, 1.01), (1.5, 1.35)])
+def test_a_step_is_no_shorter_than_what_a_slower_link_takes_for_all_that_it_sends(link: float, slower: float) -> None:
+    probes = {"probe": 1.0, "memory probe": 1.0}
+    row = Compared(Case("mlp", 32, 2, 3), {**probes, "link probe": 1.0, "share": 0.5, "waits": 0.1, "busy": 0.9}, {**probes, "link probe": link}, "")
+    assert row.slower == pytest.approx(slower)
+
+
 @pytest.fixture
 def two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What was measured on a CPU and on a GPU, of which rows are off by 1 % and by 5 %."""
