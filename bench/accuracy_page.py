@@ -17,7 +17,8 @@ steps (parameters, optimizer state, buffers, the batch), *grads* what the optimi
 when forward is done, *peak* the most that exists at once in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from
 `autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times
 as long as in that calibration a matmul, a sum of two tensors and, of several processes, a gather took between the steps that were timed,
-each by its share of the step (and no less than the gather, where a link that is slower takes longer than that for all that a step sends); the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured
+each by its share of the step (and no less than the gather, where a link that is slower takes longer than that for all that a step
+sends); the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured
 again, {TRIES} times at most; where it stayed off, the machine was calibrated anew, and the configuration predicted and measured again. The run in which
 the machine was most as it had been counts, whatever its error.
 

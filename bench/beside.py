@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import table  # noqa: E402
 
 NAMES = ("compute", "compute_beside0", "autoshard0", "compute_beside3", "autoshard3")
-COMPARED = table.Comparison("beside", "Compute beside a link that carries as much", NAMES, "compute", "0,1000,200")
+COMPARED = table.Comparison("beside", "Compute beside a link that carries as much", NAMES, "compute", "0,1000")
 
 if __name__ == "__main__":
     sys.exit(table.main(COMPARED, __doc__))

@@ -59,7 +59,7 @@ def compute_beside(stage: Literal[0, 1, 2, 3]) -> Contender:
     """The same while the link carries as many bytes as each process sends by autoshard's plan of this stage, from the step's begin, with
     nothing waiting for anything but the step's end. Processes send to the next one and receive from the one before."""
     sent = _bytes_sent(stage)
-    sizes = [MESSAGE] * (sent // MESSAGE) + [sent % MESSAGE]
+    sizes = [min(MESSAGE, sent - at) for at in range(0, sent, MESSAGE)]
     given, taken = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
     world, rank = dist.get_world_size(), dist.get_rank()
     alone = compute()
