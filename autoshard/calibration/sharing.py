@@ -17,11 +17,26 @@ from autoshard.calibration.messages import IN_A_ROW, in_a_row
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.ops.direct import GATHER_DIRECT
 
-TOGETHER = 0.05  # seconds of a message beside which compute is measured, at most
+TOGETHER = 0.03  # seconds of a message beside which compute is measured, at most
+COVERED = 1.5  # times as long as a message takes is computed where nothing of it is to be left
+BESIDE, BEHIND = 7, 40  # rounds of each measurement
 # Seconds of compute before processes meet, in a block and in a step. Somebody is a millisecond or two late after however little all compute,
 # from about 2 ms on: that is in `wake`. As a share of what is computed it would be 0.2 of a block, where of a step 0.03 are left.
 BLOCK, STEP = 0.005, 0.1
 _functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """Seconds that gathers take of a process: to be asked for, what is computed beside them, and then to be waited for."""
+
+    asking: float
+    computing: float
+    waiting: float
+
+    @property
+    def whole(self) -> float:
+        return self.asking + self.computing + self.waiting
 
 
 @dataclass(frozen=True)
@@ -47,14 +62,25 @@ class _Work:
         """So many matmuls."""
         return timed_batch(itertools.repeat(self.matmul), count, self.device) * count
 
-    def link(self, part: Tensor) -> float:
-        """A gather that all processes begin at once."""
+    def computed(self, count: int) -> float:
+        """The same, which all processes begin at once."""
         dist.barrier()
-        return self.gathered(part)
+        return self.compute(count)
 
     def gathered(self, part: Tensor) -> float:
         """A gather from asking for it to having it."""
         return timed(lambda: _functional.wait_tensor(self.gather(part)), self.device)
+
+    def flight(self, part: Tensor, count: int) -> _Flight:
+        """Several gathers that all processes begin at once, so many matmuls behind asking for each."""
+        asking, computing, flying = 0.0, 0.0, []
+        dist.barrier()
+        for _ in range(IN_A_ROW):
+            start = time.perf_counter()
+            flying.append(self.gather(part))
+            asking += time.perf_counter() - start
+            computing += self.compute(count) if count else 0.0
+        return _Flight(asking, computing, sum(self.wait(one) for one in flying))
 
     def wait(self, flying: Tensor) -> float:
         """The rest of one."""
@@ -62,40 +88,44 @@ class _Work:
 
 
 def sharing(device: torch.device, group: str) -> Sharing:
-    """How compute and collectives get on beside each other: matmuls, and an all-gather that takes twice as long."""
+    """How compute and collectives get on beside each other: matmuls, and all-gathers."""
     work = _Work.on(device, group)
-    message, taken = _message(work)
+    message = _message(work)
     each = together(work.compute(100) / 100)
-    half, block, step = (max(1, round(spent / each)) for spent in (taken / 2, BLOCK, STEP))
-    return Sharing(*_beside(work, half, message), *_behind(work, step, block))
+    block, step = (max(1, round(spent / each)) for spent in (BLOCK, STEP))
+    return Sharing(*_beside(work, message, each), *_behind(work, step, block))
 
 
-def _message(work: _Work) -> tuple[Tensor, float]:
-    """The largest that takes at most `TOGETHER`, if one of 4 KiB does, and what it takes."""
-    message, taken = torch.zeros(2**21, device=work.device), float("inf")
+def _message(work: _Work) -> Tensor:
+    """The largest that takes at most `TOGETHER`, if one of 4 KiB does."""
+    message, taken = torch.zeros(2**20, device=work.device), float("inf")
     work.compute(100)
-    work.link(message)  # the first ones warm up
+    work.flight(message, 0)  # the first ones warm up
     while taken > TOGETHER and message.numel() > 2**10:
         message = message[: message.numel() // 2]
-        taken = together(statistics.median([work.link(message) for _ in range(5)]))
-    return message, taken
+        taken = together(statistics.median([work.flight(message, 0).whole for _ in range(3)])) / IN_A_ROW
+    return message
 
 
-def _beside(work: _Work, count: int, message: Tensor) -> tuple[float, float]:
-    """(interference, drag): of so many matmuls and a gather at once, and each of them alone, by turns."""
-    found = []
-    for _ in range(15):
-        alone = work.link(message)
-        dist.barrier()
-        computing = work.compute(count)
-        dist.barrier()
-        asked = time.perf_counter()
-        flying = work.gather(message)
-        asking = time.perf_counter() - asked
-        both = work.compute(count)
-        found.append((1 - computing / both, 1 - max(alone - asking - work.wait(flying), 0.0) / both))
-    interference, drag = (min(max(together(statistics.median(lost)), 0.0), MOST) for lost in zip(*found))
-    return interference, drag
+def _beside(work: _Work, message: Tensor, each: float) -> tuple[float, float]:
+    """(interference, drag): of gathers and compute at once, and each of them alone, by turns. each: seconds of a matmul.
+
+    Where processors move the bytes, hiding a gather is nearly as long as waiting for it, and that is measured by itself: what compute
+    loses while it hides all of what a gather is waited for when nothing is computed, at most as much. Out of what compute loses a
+    second it would be a ratio of two small differences. drag is seen beside so little compute that some of the gather is left."""
+    alone = work.flight(message, 0)
+    much = max(1, round(COVERED * together(alone.whole) / IN_A_ROW / each))
+    little = max(1, round(together(alone.waiting) / 2 / IN_A_ROW / each))
+    lost, done = [], []
+    for _ in range(BESIDE):
+        alone = work.flight(message, 0)
+        computing = work.computed(much * IN_A_ROW)
+        hidden, seen = work.flight(message, much), work.flight(message, little)
+        lost.append((hidden.whole - computing - alone.asking) / alone.waiting)
+        done.append((alone.whole - seen.asking - seen.waiting) / seen.computing)
+    share, rate = (together(statistics.median(found)) for found in (lost, done))
+    drag = min(max(1 - rate, 0.0), MOST)
+    return min(max(share, 0.0), 1.0) * (1 - drag), drag
 
 
 def _behind(work: _Work, step: int, block: int) -> tuple[float, float]:
@@ -108,7 +138,7 @@ def _behind(work: _Work, step: int, block: int) -> tuple[float, float]:
         return timed(lambda: dist.all_reduce(number), work.device)
 
     own, until, alone, in_one = [], [], [], []
-    for _ in range(50):
+    for _ in range(BEHIND):
         meet()
         meeting = meet()
         own.append(work.compute(step))
