@@ -129,7 +129,7 @@ def _beside(work: _Work, message: Tensor, each: float) -> tuple[float, float]:
 
 
 def _behind(work: _Work, step: int, block: int) -> tuple[float, float]:
-    """(skew, wake): how much later than each usually is through a step's matmuls the slowest is, as a share of them; and how much longer
+    """(skew, wake): how much later than each is through a step's matmuls the slowest is, as a share of them; and how much longer
     a small gather takes from asking for it to having it, after a block's matmuls, than one of several in a row. By turns, so that both
     are of as long a time of the machine."""
     little, number = torch.zeros(2**10, device=work.device), torch.zeros(1, device=work.device)
@@ -145,7 +145,7 @@ def _behind(work: _Work, step: int, block: int) -> tuple[float, float]:
         until.append(own[-1] + meet() - meeting)
         in_one.append(timed(lambda: in_a_row(lambda: work.gather(little)), work.device) / IN_A_ROW)
         alone += [_after(work, block, little) for _ in range(5)]
-    skew = together(_several(until)) / together(statistics.median(own)) - 1
+    skew = together(_several(until)) / together(_several(own)) - 1  # where the machine stood still, both did
     wake = together(_several(alone)) - together(statistics.median(in_one))
     return min(max(skew, 0.0), 1.0), min(max(wake, 0.0), 1.0)
 
