@@ -37,6 +37,7 @@ from autoshard.plan import Plan  # noqa: E402
 
 RESULTS = HERE / "results"
 SEND = "recv"  # what each process sends to each shows as one, see `timeline_worker.steps_of`
+BY_SENDS = ("_direct", "_rows")  # what collectives are called that go that way
 LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
 CLOSE = 0.15  # of what was predicted: how far off exposed communication is to be at most
 Interval = tuple[float, float]  # seconds from the start of the step
@@ -163,7 +164,7 @@ def _is_close(c: Compared) -> bool:
 def _collectives(c: Compared) -> Iterable[str]:
     """In the order in which they were issued, which must be the predicted one."""
     for predicted, executed in zip(c.predicted.names, c.executed.names, strict=True):
-        if not (predicted.startswith(executed) or (executed == SEND and predicted.endswith("_direct"))):
+        if not (predicted.startswith(executed) or (executed == SEND and predicted.endswith(BY_SENDS))):
             raise RuntimeError(f"{c.case}: executed {c.executed.names}, predicted {c.predicted.names}")
     yield "| | collective | on the link at ms, predicted | executed | sends: issued to waited for |"
     yield "|---:|---|---:|---:|---:|"
