@@ -37,7 +37,7 @@ from autoshard.plan import Plan  # noqa: E402
 
 RESULTS = HERE / "results"
 SEND = "recv"  # what each process sends to each shows as one, see `timeline_worker.steps_of`
-BY_SENDS = ("_direct", "_rows")  # what collectives are called that go that way
+BY_SENDS = ("_direct", "ask_rows", "reduce_rows")  # how the names of collectives that go that way end
 LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
 CLOSE = 0.15  # of what was predicted: how far off exposed communication is to be at most
 Interval = tuple[float, float]  # seconds from the start of the step
