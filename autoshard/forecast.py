@@ -47,7 +47,7 @@ from autoshard.passes.choose_recompute import (
     policies_of,
     shifted,
 )
-from autoshard.passes.choose_unshard import copies_of, keeping_of
+from autoshard.passes.choose_unshard import copies_of_blocks, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.partition_activations import ALL, Parted, parted
 from autoshard.plan import Plan
@@ -243,9 +243,9 @@ class Forecaster:
         )
 
     def _copies(self, plan: Plan) -> dict[str, Copies]:
-        """What backward gathers again, by group, if it waits for that. The seconds that keeping all of it spares are shared out by
+        """What backward gathers again, by block, if it waits for that. The seconds that keeping all of it spares are shared out by
         bytes."""
-        again = {name: size for name, size in copies_of(plan, self.captured.inventory).items() if size}
+        again = {name: size for name, size in copies_of_blocks(plan, self.captured.inventory).items() if size}
         if not again or not waits(self(plan)):
             return {}
         spared = (self(plan).predicted.step_seconds or 0.0) - (self(keeping_of(plan, again)).predicted.step_seconds or 0.0)

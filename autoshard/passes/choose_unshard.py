@@ -7,10 +7,12 @@ others, where there is a budget, as many as fit, from the last used on: those li
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from autoshard.inventory import Inventory
+from autoshard.passes.choose_blocks import block_of
 from autoshard.passes.costs import costs_of
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.prediction import Prediction
@@ -29,8 +31,8 @@ def keeping(plan: Plan, count: int) -> Plan:
 
 
 def keeping_of(plan: Plan, names: Collection[str]) -> Plan:
-    """The plan with the copies of these groups kept."""
-    groups = (replace(g, degrees=replace(g.degrees, parameter=1)) if g.name in names else g for g in plan.groups)
+    """The plan with the copies of these groups kept, and of the groups of these blocks."""
+    groups = (replace(g, degrees=replace(g.degrees, parameter=1)) if {g.name, _block(plan, g)} & set(names) else g for g in plan.groups)
     return replace(plan, groups=tuple(groups))
 
 
@@ -41,10 +43,23 @@ def keeping_none(plan: Plan) -> Plan:
     return replace(plan, groups=tuple(groups))
 
 
-def copies_of(plan: Plan, inventory: Inventory) -> dict[str, int]:
+def copies_of_blocks(plan: Plan, inventory: Inventory) -> dict[str, int]:
+    """Bytes of the copies that backward gathers again, by block, which may have two groups; of a group that is of no block by its own
+    name. In the order of last use."""
+    sizes, found = _copies_of(plan, inventory), Counter[str]()
+    for group in dropped(plan):
+        found[_block(plan, group)] += sizes[group.name]
+    return dict(found)
+
+
+def _copies_of(plan: Plan, inventory: Inventory) -> dict[str, int]:
     """Bytes of the copies that backward gathers again, by group, in the order of last use."""
     costs = dict(zip((g.name for g in plan.groups), costs_of(plan, inventory)))
     return {group.name: costs[group.name].whole for group in dropped(plan)}
+
+
+def _block(plan: Plan, group: ParameterGroup) -> str:
+    return block_of(group.parameters[0], plan.stacks) or group.name
 
 
 def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan], inventory: Inventory) -> Plan:
@@ -57,10 +72,10 @@ def choose_unshard(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pl
         return none if none.predicted.footprint < found.predicted.footprint else found
     if not found.predicted.seconds:  # nothing was simulated, so who knows what activations take
         return found
-    taken = itertools.accumulate(reversed(copies_of(plan, inventory).values()))
+    taken = itertools.accumulate(reversed(_copies_of(plan, inventory).values()))
     guess = sum(bytes <= budget - found.predicted.footprint for bytes in taken)
     count = _most(len(dropped(plan)), guess, lambda more: at_most(forecast(keeping(plan, more)).predicted) <= budget)
-    kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as the budget has room"
+    kept = f"{counted(count, 'gathered copy', 'gathered copies')} more kept for backward, as there is room"
     return forecast(keeping(plan, count)).because(kept) if count else found
 
 

@@ -29,6 +29,7 @@ from autoshard.prediction import Prediction, Traffic
 from autoshard.units import bytes_text, counted, enough_text
 
 HARDLY = 1.2  # times as long on the wire
+WORTH = 0.98  # of a step's time, at most, for which what nobody asked for is computed again
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
@@ -79,8 +80,7 @@ def make_plan(
         return choose_prefetch(_choose(plans, inventory, config, where, look, fit), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
-    if budget is not None:
-        plan = _fitted(plan, budget, fit, look)
+    plan = _fitted(plan, budget, fit, look) if budget is not None else _in_its_own_memory(plan, fit, look)
     _check_budget([plan], inventory, config, where)
     return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), where.budget, whole)
 
@@ -176,6 +176,16 @@ def _fitted(plan: Plan, budget: int, fit: Fit | None, look: Look) -> Plan:
     more = (found.predicted.step_seconds or 0.0) / before - 1
     found = found.because(f"{', '.join(_what_was_fitted(plan, found, kept, budget))}; {more:+.1%} of a step's time")
     return look(found, budget) if found.predicted.footprint <= budget and waits(found) else found
+
+
+def _in_its_own_memory(plan: Plan, fit: Fit | None, look: Look) -> Plan:
+    """A stage that was asked for, and no budget: in the memory that it takes by itself copies may stay that it would wait for, if
+    backward computes again what else is saved there."""
+    if fit is None or not dropped(plan) or not waits(plan):
+        return plan
+    own = plan.predicted.footprint
+    found = _fitted(plan.because(f"no budget was said: it takes no more than the {bytes_text(own)} of all copies dropped"), own, fit, look)
+    return found if (found.predicted.step_seconds or 0.0) <= WORTH * (plan.predicted.step_seconds or 0.0) else plan
 
 
 def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterator[str]:
