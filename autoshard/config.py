@@ -52,7 +52,8 @@ class Config:
     memory_budget: bytes, "72GiB", "80GB", or a share such as 0.9 of what the device has for the process.
     recompute: what backward computes again and forward need not save: "none" (what costs next to nothing), "selective" (all
         of a block but attention and every second matmul), "full" (all of a block), or "auto": what brings a step into
-        memory_budget in the least time.
+        memory_budget in the least time; at zero=3 without one, into what that stage takes by itself, if copies for which there is room then
+        would have been waited for.
     partition_activations: True: saved values that every process has alike (what forward makes of parameters and constants alone, such as a
         weight of two factors or a bias of positions) may be kept in parts, one on each process, and be gathered for backward: where a
         step does not fit into memory_budget else, or takes longer. Such a job's processes must make these values alike: where

@@ -15,7 +15,8 @@ INTRODUCTION = f"""\
 {{machine}}, {{dates}}. Written by `make bench-accuracy`. MB are 10^6 bytes of rank 0, which has the most; *held* is what lies there between
 steps (parameters, optimizer state, buffers, the batch), *grads* what the optimizer finds, *saved* what exists beside what is held
 when forward is done, *peak* the most that exists at once in a step. An error is measured / predicted - 1. Predictions come from the model on the meta device and, for time, from
-`autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. *Machine*: how many times
+`autoshard calibrate`, run before each model's configurations; nothing of the model was run for them. A row is of the stage that it names,
+with nothing computed again. *Machine*: how many times
 as long as in that calibration a matmul, a sum of two tensors and, of several processes, a gather took between the steps that were timed,
 each by its share of the step (and no less than the gather, where a link that is slower takes longer than that for all that a step
 sends); the last column is the error without it. Where that was off by more than {ALIKE:.0%}, the configuration was measured

@@ -32,7 +32,7 @@ from compared import Case, Links  # noqa: E402
 from autoshard import planning  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 from autoshard.cost_model.optimizer import NAMED  # noqa: E402
-from autoshard.passes.choose_zero import at_stages  # noqa: E402
+from autoshard.passes.choose_zero import make_plan  # noqa: E402
 from autoshard.plan import Plan  # noqa: E402
 
 RESULTS = HERE / "results"
@@ -78,7 +78,7 @@ def predict(case: Case, cluster: Cluster) -> tuple[Line, Plan]:
         model = make().train()
     forecaster = planning.forecaster(model, inputs(case.batch, None), case.config(), cluster, NAMED[case.optimizer])
     circumstances = planning.circumstances(case.config(), cluster)
-    (plan,) = at_stages(forecaster.captured.inventory, case.config(), circumstances)
+    plan = make_plan(forecaster.captured.inventory, case.config(), circumstances, forecaster)
     program, _, took, _ = forecaster.simulated(plan)
     link = [s for s in took.timeline.spans if s.stream == "link"]
     names = tuple(program.operations[s.operation].name.split(".")[1] for s in link)

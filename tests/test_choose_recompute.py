@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard import Config
 from autoshard.candidates import LEVELS, LITTLE, fills, levels
-from autoshard.capture import capture
+from autoshard.capture import Capture, capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES, Link
 from autoshard.cost_model.optimizer import NAMED
@@ -96,27 +96,45 @@ def test_blocks_are_listed_by_themselves_and_say_what_the_whole_step_takes(
 @pytest.mark.parametrize(("codegen", "shares"), [("eager", (0.8, 1.0)), in_full("eager", (0.9,)), in_full("inductor", (0.75, 1.0))])
 def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.MonkeyPatch, codegen: Any, shares: tuple[float, ...]) -> None:
     """Where processes wait for gathers, computing again makes room for copies that are not gathered again; also where all would fit as it is.
-    On Inductor and in 0.8 of the memory one block alone leaves room for all copies, whether that was looked for or not."""
-    link = Link(latency=1e-3, bandwidth=1e7, scatters=False)
-    slow = Cluster(2, 1, replace(DEVICES["cpu"], across=link))
-    captured = capture(Few(), inputs(64))
-
-    def made(budget: int | None) -> Plan:
-        config = Config(zero=3, replicate_below=0, codegen=codegen, memory_budget=budget)
-        forecaster = Forecaster(captured, NAMED["adamw"], slow, codegen)
-        return make_plan(captured.inventory, config, Circumstances(slow, budget), forecaster, forecaster.fit)
-
-    alone = made(None)
+    On Inductor and in 0.8 of the memory one block alone leaves room for all copies, whether that was looked for or not. Without a budget
+    a stage's own memory is one."""
+    plain, alone = _at_stage_3(SLOW, codegen, fits=False), _at_stage_3(SLOW, codegen)
     for share in shares:
-        budget = int(share * alone.predicted.peak_bytes)
-        together = made(budget)
+        budget = int(share * plain.predicted.peak_bytes)
+        together = _at_stage_3(SLOW, codegen, budget)
         with monkeypatch.context() as patch:
             patch.setattr(Forecaster, "_copies", lambda *_: {})
-            apart = made(budget)
+            apart = _at_stage_3(SLOW, codegen, budget)
         assert together.recompute and len(dropped(together)) < len(dropped(apart)), share
         assert together.predicted.peak_bytes <= budget
         assert together.predicted.step_seconds < 0.98 * apart.predicted.step_seconds
         assert any("kept for backward" in why for why in together.why)
+    assert alone.recompute and len(dropped(alone)) < len(dropped(plain))
+    assert alone.predicted.peak_bytes <= plain.predicted.peak_bytes
+    assert alone.predicted.step_seconds < 0.98 * plain.predicted.step_seconds
+    assert any("no budget was said" in why for why in alone.why)
+
+
+def test_a_stage_that_does_not_wait_for_gathers_is_left_as_it_is() -> None:
+    fast = replace(SLOW, device=replace(SLOW.device, across=Link(latency=1e-6, bandwidth=1e12, scatters=False)))
+    plain, alone = _at_stage_3(fast, "eager", fits=False), _at_stage_3(fast, "eager")
+    assert dropped(plain) and alone == plain
+
+
+SLOW = Cluster(2, 1, replace(DEVICES["cpu"], across=Link(latency=1e-3, bandwidth=1e7, scatters=False)))
+
+
+@functools.cache
+def _captured() -> Capture:
+    return capture(Few(), inputs(64))
+
+
+def _at_stage_3(cluster: Cluster, codegen: Any, budget: int | None = None, fits: bool = True) -> Plan:
+    """fits: whether anything may be computed again."""
+    config = Config(zero=3, replicate_below=0, codegen=codegen, memory_budget=budget)
+    forecaster = Forecaster(_captured(), NAMED["adamw"], cluster, codegen)
+    fit = forecaster.fit if fits else None
+    return make_plan(_captured().inventory, config, Circumstances(cluster, budget), forecaster, fit)
 
 
 class Frozen(Few):

@@ -19,7 +19,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError, ConfigError, PassError, PlanError
 from autoshard.inventory import Inventory, ParameterInfo
-from autoshard.passes.choose_unshard import _most, keeping_none
+from autoshard.passes.choose_unshard import _most, copies_of_blocks, keeping_none, keeping_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.registry import pipeline_for
 from autoshard.planning import check_passes_carry_out, check_plan_fits, first_look
@@ -358,6 +358,15 @@ def test_a_budget_says_how_many_gathered_copies_are_kept() -> None:
     assert kept[0] == ["layers.3"] and {len(names) for names in kept} >= {1, 2, 3, 5}
     assert all(set(fewer) <= set(more) for fewer, more in zip(kept, kept[1:]))
     assert {t.messages for t in plan.predicted.traffic if t.collective == "all_gather"} == {len(plan.groups) - 1}
+
+
+def test_the_copies_of_a_block_are_those_of_its_groups() -> None:
+    plan = keeping_none(make_plan(_blocks(), Config(zero=3), _where(8)))
+    first, whole = next(g for g in plan.groups if g.name == "layers.1"), copies_of_blocks(plan, _blocks())
+    halves = [dataclasses.replace(first, name=f"layers.1/{i}", parameters=names) for i, names in ((1, first.parameters[:1]), (2, first.parameters[1:]))]
+    parted = dataclasses.replace(plan, groups=tuple(h for g in plan.groups for h in (halves if g is first else [g])))
+    assert halves[1].parameters and copies_of_blocks(parted, _blocks()) == whole
+    assert _kept(keeping_of(parted, {"layers.1"})) == ["layers.1/1", "layers.1/2"] and _kept(keeping_of(parted, {"layers.1/2"})) == ["layers.1/2"]
 
 
 def test_a_compiled_model_has_the_plan_of_what_it_was_compiled_from() -> None:
