@@ -9,6 +9,7 @@ profiler saw on rank 0, in the step of median length: when each collective was o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import statistics
@@ -37,7 +38,7 @@ from autoshard.plan import Plan  # noqa: E402
 
 RESULTS = HERE / "results"
 SEND = "recv"  # what each process sends to each shows as one, see `timeline_worker.steps_of`
-BY_SENDS = ("_direct", "ask_rows", "reduce_rows")  # how the names of collectives that go that way end
+BY_SENDS = ("_direct", "_rows")  # how the names of collectives that go that way end
 LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
 CLOSE = 0.15  # of what was predicted: how far off exposed communication is to be at most
 Interval = tuple[float, float]  # seconds from the start of the step
@@ -162,16 +163,21 @@ def _is_close(c: Compared) -> bool:
 
 
 def _collectives(c: Compared) -> Iterable[str]:
-    """In the order in which they were issued, which must be the predicted one."""
-    for predicted, executed in zip(c.predicted.names, c.executed.names, strict=True):
-        if not (predicted.startswith(executed) or (executed == SEND and predicted.endswith(BY_SENDS))):
-            raise RuntimeError(f"{c.case}: executed {c.executed.names}, predicted {c.predicted.names}")
+    """In the order in which they were predicted to be issued. What goes by sends begins when it is issued, everything else behind what was
+    issued before it: so each of these two has an order of its own, which must be the predicted one."""
+    seen = list(zip(c.executed.names, c.executed.flights))
+    sends, others = (iter([one for one in seen if (one[0] == SEND) is by_sends]) for by_sends in (True, False))
     yield "| | collective | on the link at ms, predicted | executed | sends: issued to waited for |"
     yield "|---:|---|---:|---:|---:|"
-    executed = zip(c.executed.names, c.executed.flights)
-    for i, (name, predicted, (seen, flight)) in enumerate(zip(c.predicted.names, c.predicted.flights, executed)):
-        cells = ("", _text(flight)) if seen == SEND else (_text(flight), "")
+    for i, (name, predicted) in enumerate(zip(c.predicted.names, c.predicted.flights)):
+        by_sends = name.endswith(BY_SENDS)
+        executed, flight = next(sends if by_sends else others, ("nothing", (0.0, 0.0)))
+        if not (by_sends and executed == SEND) and not name.startswith(executed):
+            raise RuntimeError(f"{c.case}: executed {c.executed.names}, predicted {c.predicted.names}")
+        cells = ("", _text(flight)) if by_sends else (_text(flight), "")
         yield f"| {i + 1} | {name} | {_text(predicted)} | {' | '.join(cells)} |"
+    if left := [name for name, _ in itertools.chain(sends, others)]:
+        raise RuntimeError(f"{c.case}: executed {left} beside what was predicted")
 
 
 def _text(interval: Interval) -> str:
