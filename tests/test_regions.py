@@ -155,7 +155,7 @@ def batches_of_other_lengths(plan: Plan) -> float:
 
 @pytest.mark.full
 def test_batches_of_other_lengths(two: Processes) -> None:
-    plan = autoshard.plan(Still(), inputs(), config(3), Cluster(1, 2, DEVICES["cpu"]))
+    plan = autoshard.plan(Still(), inputs(), config(3, recompute="none"), Cluster(1, 2, DEVICES["cpu"]))
     assert max(two.run(batches_of_other_lengths, with_policies(plan, Still, REGIONS))) < 1e-6
 
 
@@ -171,7 +171,7 @@ def test_results_on_inductor(make: type[nn.Module]) -> None:
 def test_backward_calls_the_blocks_of_a_region_again_and_gathers_one_at_a_time() -> None:
     """At stage 3; what is called again is named after its block."""
     captured = capture(Deep(), inputs())
-    plan = autoshard.plan(Deep(), inputs(), config(3), Cluster(1, 2, DEVICES["cpu"]))
+    plan = autoshard.plan(Deep(), inputs(), config(3, recompute="none"), Cluster(1, 2, DEVICES["cpu"]))
     backward = rehearse(captured, with_policies(keeping_none(plan), Deep, REGIONS), inductor=False).backward
     assert backward is not None
     called, gathered = list[str](), list[int]()
@@ -188,7 +188,8 @@ def test_backward_calls_the_blocks_of_a_region_again_and_gathers_one_at_a_time()
 
 def test_what_a_region_gathers_is_among_what_processes_compare() -> None:
     """Else one whose block could not be called again would wait in another's gather."""
-    captured, plan = capture(Deep(), inputs()), autoshard.plan(Deep(), inputs(), config(3), Cluster(1, 2, DEVICES["cpu"]))
+    captured = capture(Deep(), inputs())
+    plan = autoshard.plan(Deep(), inputs(), config(3, recompute="none"), Cluster(1, 2, DEVICES["cpu"]))
     prepared = prepare(captured, with_policies(keeping_none(plan), Deep, REGIONS), False)
     with captured.tracing.entered():
         halves = prepared.joint.copied().halves(prepared.compilation.part)
@@ -199,7 +200,8 @@ def test_what_a_region_gathers_is_among_what_processes_compare() -> None:
 
 @pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_only_what_enters_a_region_waits_for_backward(zero: int) -> None:
-    captured, plan = capture(Deep(), inputs(64)), autoshard.plan(Deep(), inputs(64), config(zero), Cluster(1, 2, DEVICES["cpu"]))
+    captured = capture(Deep(), inputs(64))
+    plan = autoshard.plan(Deep(), inputs(64), config(zero, recompute="none"), Cluster(1, 2, DEVICES["cpu"]))
     saved = list[list[str | None]]()
     for policies in (["full"], REGIONS):
         forward = rehearse(captured, with_policies(plan, Deep, policies), inductor=False).forward

@@ -184,7 +184,7 @@ def _in_its_own_memory(plan: Plan, fit: Fit | None, look: Look) -> Plan:
     if fit is None or not dropped(plan) or not waits(plan):
         return plan
     own = plan.predicted.footprint
-    found = _fitted(plan.because(f"no budget was said: it takes no more than the {bytes_text(own)} of all copies dropped"), own, fit, look)
+    found = _fitted(plan.because(f"no budget was said: the {bytes_text(own)} that it takes by itself are one"), own, fit, look)
     return found if (found.predicted.step_seconds or 0.0) <= WORTH * (plan.predicted.step_seconds or 0.0) else plan
 
 
