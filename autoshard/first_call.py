@@ -289,8 +289,8 @@ def warned_of_rounding(plan: Plan, kinds: Sequence[str], partitions: bool = Fals
 
 
 def waits_for_gathers(inventory: Inventory, config: Config, where: Circumstances) -> bool:
-    """Whether gathers of the stage that was asked for take so long that simulating how far ahead they should start, which takes longer
-    the more parameters there are, will have paid after some hundred steps."""
+    """Whether gathers of the stage that was asked for take so long that simulating how far ahead they should start, and which copies
+    should stay, which takes longer the more parameters there are, will have paid after some hundred steps."""
     if config.zero in ("auto", 0):
         return False
     plan, *_ = at_stages(inventory, config, where)

@@ -27,6 +27,12 @@ def better(plan: Plan, than: Plan, budget: int) -> bool:
     return fits or (not fitted and plan.predicted.footprint < than.predicted.footprint)
 
 
+def pays(plan: Plan, than: Plan, budget: int) -> bool:
+    """Whether it fits where the other does not, or is faster by more than such a difference is foreseen to."""
+    seconds, others = (p.predicted.step_seconds or 0.0 for p in (plan, than))
+    return than.predicted.footprint > budget or WORTH * seconds < others
+
+
 def fitting_in_parts(fit: Fit | None, alike: Alike, forecast: Forecast) -> Fit:
     """Brings a plan into a budget as `fit` does, or in parts, or by both: the fastest of what fits."""
 
@@ -35,15 +41,9 @@ def fitting_in_parts(fit: Fit | None, alike: Alike, forecast: Forecast) -> Fit:
         in_parts = choose_partition(plan, budget, alike, forecast)
         if fit and in_parts.predicted.footprint > budget:
             in_parts = _as_saved(fit(in_parts, budget), alike)
-        return in_parts if better(in_parts, again, budget) and _pays(in_parts, again, budget) else again
+        return in_parts if better(in_parts, again, budget) and pays(in_parts, again, budget) else again
 
     return fitted
-
-
-def _pays(plan: Plan, than: Plan, budget: int) -> bool:
-    """Whether it fits where the other does not, or is faster by more than such a difference is foreseen to."""
-    seconds, others = (p.predicted.step_seconds or 0.0 for p in (plan, than))
-    return than.predicted.footprint > budget or WORTH * seconds < others
 
 
 def _as_saved(plan: Plan, alike: Alike) -> Plan:

@@ -18,7 +18,7 @@ from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_halves import choose_halves
-from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts
+from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts, pays
 from autoshard.passes.choose_prefetch import choose_prefetch, waits
 from autoshard.passes.choose_travel import choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
@@ -29,7 +29,6 @@ from autoshard.prediction import Prediction, Traffic
 from autoshard.units import bytes_text, counted, enough_text
 
 HARDLY = 1.2  # times as long on the wire
-WORTH = 0.98  # of a step's time, at most, for which what nobody asked for is computed again
 REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
@@ -185,7 +184,7 @@ def _in_its_own_memory(plan: Plan, fit: Fit | None, look: Look) -> Plan:
         return plan
     own = plan.predicted.footprint
     found = _fitted(plan.because(f"no budget was said: the {bytes_text(own)} that it takes by itself are one"), own, fit, look)
-    return found if (found.predicted.step_seconds or 0.0) <= WORTH * (plan.predicted.step_seconds or 0.0) else plan
+    return found if pays(found, plan, own) else plan
 
 
 def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterator[str]:
