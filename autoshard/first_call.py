@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard.capture import Capture, capture_call
 from autoshard.config import Config
 from autoshard.console import Phases
-from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, with_rate
+from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, with_processor, with_rate
 from autoshard.cost_model.collectives import GATHERS, table_name
 from autoshard.cost_model.hardware import Device, device_named_like
 from autoshard.cost_model.optimizer import NAMED, all_like
@@ -43,6 +43,7 @@ from autoshard.runtime.link import link_rate
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.meetings import Meetings
 from autoshard.runtime.presence import Patience
+from autoshard.runtime.processor import Processor, processor_here
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.shard import Sharder
 from autoshard.runtime.shared_memory import refuse_shared_memory
@@ -52,6 +53,7 @@ from autoshard.units import bytes_text, counted
 from autoshard.version import __version__
 
 LONG = 2e-3  # seconds a parameter that all gathers of a step take
+Found = tuple[float, Processor]  # bytes a second of links, and of processors, measured now
 
 
 class FirstCall:
@@ -108,8 +110,9 @@ class FirstCall:
             statements.extend(all)
             return "measure" if self._links_unknown([s["_host"] for s in all]) else ""
 
-        rate = link_rate(self.config.timeout) if self._agreement("links").reach(self._statement(inventory), measures) else None
-        text = self._agreement("plan").reach({}, lambda _: self._decide(inventory, statements, rate).to_json())
+        unknown = self._agreement("links").reach(self._statement(inventory), measures)
+        found = (link_rate(self.config.timeout), processor_here()) if unknown else None
+        text = self._agreement("plan").reach({}, lambda _: self._decide(inventory, statements, found).to_json())
         return Plan.from_json(text)
 
     def _agreement(self, about: str) -> Agreement:
@@ -122,13 +125,19 @@ class FirstCall:
         cluster = local_cluster(self.config, hosts, device_of(self.model))
         return table_name("all_gather", cluster.group(cluster.world)) not in cluster.device.tables
 
-    def _cluster(self, hosts: Sequence[str], rate: float | None) -> Cluster:
-        """What is known of the machines. rate: bytes a second of their links, if it was measured now."""
+    def _cluster(self, hosts: Sequence[str], found: Found | None) -> Cluster:
+        """What is known of the machines. found: of links, and of processors where nobody has measured them."""
         known = local_cluster(self.config, hosts, device_of(self.model))
-        if rate is None:
+        if found is None:
             return known
+        rate, processor = found
         self.phases.say(f"           [dim]links carry {bytes_text(int(rate))}/s[/]")
-        return with_rate(known, rate)
+        known = with_rate(known, rate)
+        if known.device.tables:
+            return known
+        said = f"matmuls reach {processor.flops['fp32'] / 1e9:.3g} GFLOP/s, memory {bytes_text(int(processor.bandwidth))}/s"
+        self.phases.say(f"           [dim]{said}[/]")
+        return with_processor(known, processor.flops, processor.bandwidth)
 
     def _statement(self, inventory: Inventory) -> Statement:
         names = names_of(self.model)
@@ -146,7 +155,7 @@ class FirstCall:
             "_arithmetic": arithmetic(device_of(self.model)),
         }
 
-    def _decide(self, inventory: Inventory, statements: list[Statement], rate: float | None = None) -> Plan:
+    def _decide(self, inventory: Inventory, statements: list[Statement], found: Found | None = None) -> Plan:
         pinned, kinds = self.config.resolved_plan(), [s["_arithmetic"] for s in statements]
         if pinned is not None:
             refuse_parts_of_unlike(pinned, kinds)
@@ -154,7 +163,7 @@ class FirstCall:
         states, hosts = [optimizers.states_of(o) for o in self.optimizers], [s["_host"] for s in statements]
         shared = device_of(self.model).type == "cpu" and processes.said_of_this_node() is None
         where = Circumstances(
-            cluster=self._cluster(hosts, rate),
+            cluster=self._cluster(hosts, found),
             budget=budget_bytes(self.config, least_free(statements, shared)),
             optimizer_states=max(states) if states else None,
         )

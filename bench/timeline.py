@@ -3,7 +3,8 @@
     python bench/timeline.py [--rates 1000,200] [--stages 0,3] [--model llama] [--codegen inductor]
 
 Two hosts of one process and one thread each, over links of those rates, calibrated once a rate. Executed is what torch's
-profiler saw on rank 0, in the step of median length: when each collective was on the link, and when the model waited for one.
+profiler saw on rank 0, in the step of median length of the middle job: when each collective was on the link, and when the model
+waited for one. Several jobs, since what one waits for is a small difference of large times and changes from job to job.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from autoshard.plan import Plan  # noqa: E402
 RESULTS = HERE / "results"
 SEND = "recv"  # what each process sends to each shows as one, see `timeline_worker.steps_of`
 BY_SENDS = ("_direct", "_rows")  # how the names of collectives that go that way end
+JOBS = 3  # of each case, by turns
 LEAST = 1e-4  # seconds; a shorter wait is a call that found everything there
 CLOSE = 0.15  # of what was predicted: how far off exposed communication is to be at most
 Interval = tuple[float, float]  # seconds from the start of the step
@@ -61,14 +63,47 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A step as it was predicted and as it was executed. plain: seconds of a step that no profiler watched."""
+class Job:
+    """Steps of one start: the one of median length, the median of what they waited, and seconds of a step that no profiler watched."""
 
-    case: Case
-    predicted: Line
     executed: Line
     exposed: float
     plain: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step as it was predicted and as it was executed, by several jobs."""
+
+    case: Case
+    predicted: Line
+    jobs: tuple[Job, ...]
+
+    @property
+    def executed(self) -> Line:
+        """Of the job that waited the median of all."""
+        return sorted(self.jobs, key=lambda job: job.exposed)[len(self.jobs) // 2].executed
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a step that no profiler watched, the median of the jobs."""
+        return statistics.median(job.plain for job in self.jobs)
+
+    @property
+    def waited(self) -> tuple[float, float, float]:
+        """Seconds of a step: by the job that waited least, by the middle one, and by the one that waited longest."""
+        found = sorted(job.exposed for job in self.jobs)
+        return found[0], statistics.median(found), found[-1]
+
+    @property
+    def off(self) -> float:
+        """By how much of what was predicted the middle job waited longer."""
+        return self.waited[1] / self.predicted.exposed - 1 if self.predicted.exposed else float("inf")
+
+    @property
+    def close(self) -> bool:
+        """Whether that is what was predicted."""
+        return abs(self.waited[1] - self.predicted.exposed) <= max(CLOSE * self.predicted.exposed, LEAST)
 
 
 def predict(case: Case, cluster: Cluster) -> tuple[Line, Plan]:
@@ -98,14 +133,16 @@ def _gaps(spans: Iterable[Any], end: float) -> Iterable[Interval]:
         yield before, end
 
 
-def measure(case: Case, plan: Plan, scratch: Path) -> tuple[list[Line], float]:
-    """The steps that were watched, and the median of those that were not."""
+def measure(case: Case, plan: Plan, scratch: Path) -> Job:
+    """One start of a job with that plan."""
     out, pinned = scratch / "timeline.json", scratch / "plan.json"
     pinned.write_text(plan.to_json())
     worker = [str(HERE / "timeline_worker.py"), json.dumps(asdict(case)), str(pinned), str(out)]
     accuracy.launch(worker, (2, case.mbit), scratch)
     found = json.loads(out.read_text())
-    return [_line(step) for step in found["steps"]], found["plain"]
+    steps = [_line(step) for step in found["steps"]]
+    middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
+    return Job(middle, statistics.median(step.exposed for step in steps), found["plain"])
 
 
 def _line(step: dict[str, Any]) -> Line:
@@ -125,12 +162,11 @@ def _served(flights: Iterable[tuple[str, float, float]]) -> Iterable[Interval]:
             busy = end
 
 
-def compare(case: Case, cluster: Cluster, scratch: Path) -> Compared:
-    """One case, predicted before anything of it runs."""
-    predicted, plan = predict(case, cluster)
-    steps, plain = measure(case, plan, scratch)
-    middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
-    return Compared(case, predicted, middle, statistics.median(s.exposed for s in steps), plain)
+def compare(cases: Sequence[Case], cluster: Cluster, scratch: Path) -> list[Compared]:
+    """Cases over one kind of link, all predicted before anything runs; their jobs by turns."""
+    predicted = [predict(case, cluster) for case in cases]
+    rounds = [[measure(case, plan, scratch) for case, (_, plan) in zip(cases, predicted)] for _ in range(JOBS)]
+    return [Compared(case, line, jobs) for case, (line, _), jobs in zip(cases, predicted, zip(*rounds))]
 
 
 def markdown(found: Sequence[Compared], machine: str) -> str:
@@ -139,27 +175,21 @@ def markdown(found: Sequence[Compared], machine: str) -> str:
         "# Timelines, predicted and executed\n",
         f"{machine}; two network namespaces, one process of one thread each. Written by `python bench/timeline.py`. Exposed",
         "is the time that a step waits for collectives: the median over steps that torch's profiler watched, which slows them",
-        "down a little; the step beside it was not watched. What goes by sends of each process to each the profiler sees from when it was",
-        "issued until it was waited for, which may be long after it was there.\n",
-        f"| configuration | step ms | measured | error | exposed ms | measured | error | exposed within {CLOSE:.0%} |",
-        "|---|---:|---:|---:|---:|---:|---:|---|",
+        f"down a little; the step beside it was not watched. Of each, {JOBS} jobs by turns: the middle one, and from which to which they are.",
+        "What goes by sends of each process to each the profiler sees from when it was issued until it was waited for, which may be",
+        "long after it was there.\n",
+        f"| configuration | step ms | measured | error | exposed ms | measured | all jobs | error | exposed within {CLOSE:.0%} |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for c in found:
         step = f"{c.predicted.seconds * 1e3:.0f} | {c.plain * 1e3:.0f} | {c.plain / c.predicted.seconds - 1:+.1%}"
-        exposed = f"{c.predicted.exposed * 1e3:.0f} | {c.exposed * 1e3:.0f} | {_off(c)}"
-        lines.append(f"| {c.case} | {step} | {exposed} | {'holds' if _is_close(c) else 'does not hold'} |")
+        least, middle, most = (1e3 * seconds for seconds in c.waited)
+        exposed = f"{c.predicted.exposed * 1e3:.0f} | {middle:.0f} | {least:.0f} to {most:.0f} | {c.off:+.1%}"
+        lines.append(f"| {c.case} | {step} | {exposed} | {'holds' if c.close else 'does not hold'} |")
     lines += ["", "![Timelines](timeline.png)", ""]
     for c in found:
         lines += [f"## {c.case}\n", *_collectives(c), ""]
     return "\n".join(lines)
-
-
-def _off(c: Compared) -> str:
-    return f"{c.exposed / c.predicted.exposed - 1:+.1%}" if c.predicted.exposed else "-"
-
-
-def _is_close(c: Compared) -> bool:
-    return abs(c.exposed - c.predicted.exposed) <= max(CLOSE * c.predicted.exposed, LEAST)
 
 
 def _collectives(c: Compared) -> Iterable[str]:
@@ -220,10 +250,9 @@ def main() -> int:
         for rate in map(int, asked.rates.split(",")):
             links: Links = (2, rate)
             cluster = accuracy.calibrated(scratch, [links])[links]
-            for stage in map(int, asked.stages.split(",")):
-                case = Case(asked.model, asked.batch, 2, stage, asked.codegen, mbit=rate)
-                found.append(compare(case, cluster, scratch))
-                print(markdown(found[-1:], "this machine"), flush=True)
+            cases = [Case(asked.model, asked.batch, 2, int(stage), asked.codegen, mbit=rate) for stage in asked.stages.split(",")]
+            found += compare(cases, cluster, scratch)
+            print(markdown(found[-len(cases) :], "this machine"), flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     machine = side_by_side.machine("two network namespaces")

@@ -39,8 +39,9 @@ def test_a_timeline_says_what_was_seen_of_sends_and_whether_the_claim_holds(expo
     predicted = timeline.Line(1.0, ("gather_direct", "all_reduce"), ((0.0, 0.1), (0.2, 0.5)), ((0.0, 0.2),))
     executed = timeline._line(_step(("recv", 0.0, 0.3), ("all_reduce", 0.2, 0.5)))
     case = importlib.import_module("accuracy").Case("llama", 4, 2, 3, "eager")
-    text = timeline.markdown([timeline.Compared(case, predicted, executed, exposed, 1.0)], "a machine")
-    assert said in text
+    jobs = tuple(timeline.Job(executed, seconds, 1.0) for seconds in (0.5, exposed, 0.1))
+    text = timeline.markdown([timeline.Compared(case, predicted, jobs)], "a machine")
+    assert f"| {1e3 * exposed:.0f} | 100 to 500 | {said}" in text
     assert "| sends: issued to waited for |" in text
     assert "| 1 | gather_direct | 0 to 100 |  | 0 to 300 |" in text
     assert "| 2 | all_reduce | 200 to 500 | 200 to 500 |  |" in text

@@ -214,6 +214,7 @@ def test_links_are_measured_where_nothing_says_what_they_carry(tmp_path: Path) -
     assert first.code == second.code == 0, first.output + second.output
     _, unknown, known = first.output.split("model ")
     assert "links carry" in unknown and "links carry" not in known, first.output
+    assert "matmuls reach" in unknown and "matmuls reach" not in known, first.output
 
 
 def test_a_process_that_dies_while_links_are_measured_ends_the_others() -> None:

@@ -16,7 +16,7 @@ import yaml
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
-from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, is_table
+from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, REACHED_BANDWIDTH, REACHED_FLOPS, is_table
 from autoshard.errors import ClusterError
 
 
@@ -123,10 +123,21 @@ def as_measured(device: Device) -> Device:
 def with_rate(cluster: Cluster, rate: float) -> Cluster:
     """The cluster, where its slowest links carry so many bytes a second. Rounded to a power of the square root of two, so that
     jobs on the same machines make the same plans, though no two measurements are equal."""
-    rounded = float(2 ** (round(2 * math.log2(rate)) / 2))
     name = "across" if cluster.nodes > 1 else "inside"
-    link = replace(getattr(cluster.device, name), bandwidth=rounded)
+    link = replace(getattr(cluster.device, name), bandwidth=_rounded(rate))
     return replace(cluster, device=replace(cluster.device, **{name: link}))
+
+
+def with_processor(cluster: Cluster, flops: Mapping[str, float], bandwidth: float) -> Cluster:
+    """The cluster, where matmuls reach so many operations a second, by dtype, and kernels read and write so many bytes a second.
+    Rounded as rates of links are."""
+    peaks = {dtype: _rounded(rate / REACHED_FLOPS) for dtype, rate in flops.items()}
+    device = replace(cluster.device, flops={**cluster.device.flops, **peaks}, bandwidth=_rounded(bandwidth / REACHED_BANDWIDTH))
+    return replace(cluster, device=device)
+
+
+def _rounded(rate: float) -> float:
+    return float(2 ** (round(2 * math.log2(rate)) / 2))
 
 
 def preset(name: Any) -> Device:

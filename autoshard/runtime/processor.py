@@ -1,0 +1,49 @@
+"""What the processors of a job compute and move a second, told from a few matmuls and sums.
+
+[Note: Processors at the first call] Whether gathers are waited for, and so whether copies should stay from forward to backward, depends
+on how long it takes to compute beside them, and a round figure of that may be two times off. `autoshard calibrate` measures all that
+there is to know; where it did not, this takes some tens of milliseconds. All processes do so at once, as in a step: two that share a core
+each have half of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+SIDE, NUMBERS = 256, 1 << 22  # of matmuls; of a sum, which no cache near a processor holds
+TIMES = 15
+
+
+@dataclass(frozen=True)
+class Processor:
+    """flops: operations a second that matmuls reach, by dtype. bandwidth: bytes a second that a sum reads and writes."""
+
+    flops: Mapping[str, float]
+    bandwidth: float
+
+
+def processor_here() -> Processor:
+    """A CPU, with as many threads as this process has."""
+    flops = {name: 2 * SIDE**3 / _usual(_matmul(dtype)) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+    a, b, c = (torch.ones(NUMBERS) for _ in range(3))
+    return Processor(flops, 3 * a.nbytes / _usual(lambda: torch.add(a, b, out=c)))
+
+
+def _matmul(dtype: torch.dtype) -> Callable[[], object]:
+    a = torch.ones(SIDE, SIDE, dtype=dtype)
+    return lambda: a @ a
+
+
+def _usual(work: Callable[[], object]) -> float:
+    return statistics.median([_timed(work) for _ in range(1 + TIMES)][1:])  # the first one warms up
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
