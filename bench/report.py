@@ -222,7 +222,9 @@ def _preamble() -> str:
         "([beside.md](../bench/results/beside.md): compute alone beside as many bytes): where the 4.2 M Llama is measured on a "
         "Xeon below, two cores of an AMD EPYC took 0.775 of ddp and 0.548 of fsdp2 at 1000 Mbit/s, 1.35 and 1.54 x the bounds (2026-11-27); "
         "two slower ones 0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). Tables of days before 2026-11-29 are of the code before "
-        "a backward did without gradients of logits that nobody differentiates, and before rows of embeddings travelled at stages 1 to 3."
+        "a backward did without gradients of logits that nobody differentiates, and before rows of embeddings travelled at stages 1 to 3. "
+        "Tables until that day are of the code before a job's first call measured its processors, without which it kept no copies of stage 3 "
+        "at 1000 Mbit/s and took another stage for the fastest there."
     )
 
 
@@ -250,7 +252,7 @@ def _targets(results: Results, job: Steps) -> str:
     """What was aimed at, as sentences."""
     lines = [_time_target(job, ours, peer) for ours, peers in PEERS.items() for peer in peers if job.has(ours, peer)]
     lines += [_memory_target(results, "autoshard3", p) for p in ("fsdp2", "fsdp2_compiled") if job.has("autoshard3", p)]
-    lines += [_bound_target(job, ours) for ours in ("autoshard0", "autoshard3") if job.has(ours, "compute")]
+    lines += [_bound_target(job, ours) for ours in (*PEERS, "autoshard_auto") if job.has(ours, "compute")]
     if job.has("autoshard_auto"):
         lines.append(_fastest(job))
     return "\n".join(f"- {line}" for line in lines)

@@ -116,7 +116,7 @@ def test_gathered_copies_and_activations_share_a_budget(monkeypatch: pytest.Monk
 
 
 def test_a_stage_that_does_not_wait_for_gathers_is_left_as_it_is() -> None:
-    fast = replace(SLOW, device=replace(SLOW.device, across=Link(latency=1e-6, bandwidth=1e12, scatters=False)))
+    fast = replace(SLOW, device=replace(SLOW.device, across=Link(latency=1e-6, bandwidth=1e12, scatters=False), wake=0.0))
     plain, alone = _at_stage_3(fast, "eager", fits=False), _at_stage_3(fast, "eager")
     assert dropped(plain) and alone == plain
 

@@ -16,7 +16,7 @@ import yaml
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
-from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, REACHED_BANDWIDTH, REACHED_FLOPS, is_table
+from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, is_table
 from autoshard.errors import ClusterError
 
 
@@ -129,10 +129,10 @@ def with_rate(cluster: Cluster, rate: float) -> Cluster:
 
 
 def with_processor(cluster: Cluster, flops: Mapping[str, float], bandwidth: float) -> Cluster:
-    """The cluster, where matmuls reach so many operations a second, by dtype, and kernels read and write so many bytes a second.
-    Rounded as rates of links are."""
-    peaks = {dtype: _rounded(rate / REACHED_FLOPS) for dtype, rate in flops.items()}
-    device = replace(cluster.device, flops={**cluster.device.flops, **peaks}, bandwidth=_rounded(bandwidth / REACHED_BANDWIDTH))
+    """The cluster, where matmuls that are all that is computed reach so many operations a second, by dtype, and sums so many bytes, of
+    which a step's kernels reach a part as of any peak. Rounded as rates of links are."""
+    peaks = {dtype: _rounded(rate) for dtype, rate in flops.items()}
+    device = replace(cluster.device, flops={**cluster.device.flops, **peaks}, bandwidth=_rounded(bandwidth))
     return replace(cluster, device=device)
 
 

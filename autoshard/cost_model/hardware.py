@@ -120,7 +120,7 @@ def _gpu(
 # has 1.9 and 3.4 us a hop over NVLink, 4 and 14 over a network, 12 before the first); a launch is typical of CUDA. Across: 400 Gbit/s a
 # GPU where such nodes are sold with it (DGX H100), 200 for A100, 100 for the others. Measure yours by
 # `autoshard calibrate`. "cpu" is one core with gloo over 1 Gbit/s, in round figures; what compute loses beside such a link's bytes
-# is in bench/results/beside.md.
+# is in bench/results/beside.md; skew and wake are as `autoshard calibrate` found them on two cores.
 _PRESETS = (
     _gpu("h100", 80, {"bf16": 989, "fp16": 989, "fp32": 67, "tf32": 494.5}, 3.35, 450, 50, "NVIDIA H100 data sheet, SXM"),
     _gpu("h100-pcie", 80, {"bf16": 756, "fp16": 756, "fp32": 51, "tf32": 378}, 2.0, 64, 50, "NVIDIA H100 data sheet, PCIe"),
@@ -136,7 +136,7 @@ _PRESETS = (
     _gpu("mi300x", 192, {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4}, 5.3, 448, 50, "AMD Instinct MI300X data sheet"),
     Device(
         "cpu", 0, {"fp32": 60e9, "bf16": 30e9}, 10e9, 5e-6, Link(200e-6, 2e9, False), Link(500e-6, 125e6, False), "round figures",
-        message=300e-6, interference=0.2, kind="cpu",
+        message=300e-6, interference=0.2, skew=0.03, wake=500e-6, kind="cpu",
     ),
 )
 DEVICES = {device.name: device for device in _PRESETS}

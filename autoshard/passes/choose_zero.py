@@ -122,8 +122,9 @@ def _check_axes(axes: Axes, world: int) -> None:
 def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
 ) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire. What
-    cannot fit is not asked about further; but for the leanest stage, of which it is said by how much."""
+    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire; stages
+    that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not asked about further; but for the leanest stage,
+    of which it is said by how much."""
     looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
@@ -137,7 +138,7 @@ def _choose(
         return which == leanest or where.budget is None or _for_certain(plans[which]) <= where.budget
 
     for which in order:
-        if whole[1:] or (whole and wire[which] > HARDLY * wire[whole[0]]):
+        if len({wire[one] for one in whole}) > 1 or (whole and wire[which] > HARDLY * wire[whole[0]]):
             break
         if may_fit(which):
             looked.append(which)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-SIDE, NUMBERS = 256, 1 << 22  # of matmuls; of a sum, which no cache near a processor holds
+SIDE, NUMBERS = 512, 1 << 22  # of matmuls, large enough for several threads; of a sum, which no cache near a processor holds
 TIMES = 15
 
 
