@@ -2,12 +2,13 @@
 
 [Note: Processors at the first call] Whether gathers are waited for, and so whether copies should stay from forward to backward, depends
 on how long it takes to compute beside them, and a round figure of that may be two times off. `autoshard calibrate` measures all that
-there is to know; where it did not, this takes some tens of milliseconds. All processes do so at once, as in a step: two that share a core
-each have half of it.
+there is to know; where it did not, this takes about a tenth of a second, once a process. All processes do so at once, as in a step: two
+that share a core each have half of it.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch
 
 SIDE, NUMBERS = 512, 1 << 22  # of matmuls, large enough for several threads; of a sum, which no cache near a processor holds
 TIMES = 15
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,20 @@ class Processor:
 
 
 def processor_here() -> Processor:
-    """A CPU, with as many threads as this process has."""
-    flops = {name: 2 * SIDE**3 / _usual(_matmul(dtype)) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
-    a, b, c = (torch.ones(NUMBERS) for _ in range(3))
-    return Processor(flops, 3 * a.nbytes / _usual(lambda: torch.add(a, b, out=c)))
+    """A CPU, with as many threads as this process has; of float32 whatever the loop around this casts to, or makes tensors on."""
+    return _with_threads(torch.get_num_threads())
+
+
+@functools.cache
+def _with_threads(count: int) -> Processor:
+    with torch.autocast("cpu", enabled=False):
+        flops = {name: 2 * SIDE**3 / _usual(_matmul(dtype)) for name, dtype in DTYPES.items()}
+        a, b, c = (torch.ones(NUMBERS, dtype=torch.float32, device="cpu") for _ in range(3))
+        return Processor(flops, 3 * a.nbytes / _usual(lambda: torch.add(a, b, out=c)))
 
 
 def _matmul(dtype: torch.dtype) -> Callable[[], object]:
-    a = torch.ones(SIDE, SIDE, dtype=dtype)
+    a = torch.ones(SIDE, SIDE, dtype=dtype, device="cpu")
     return lambda: a @ a
 
 
