@@ -90,6 +90,13 @@ def test_a_stage_whose_messages_take_hardly_longer_is_looked_at_too(slow: float,
     assert max(g.degrees.stage for g in plan.groups) == chosen and set(asked) == {0, 1}
 
 
+def test_stages_1_and_2_are_as_long_on_the_wire_and_do_not_hide_a_third_that_is_no_longer() -> None:
+    forecast, asked = _taking({0: 1.0, 1: 1.5, 2: 1.5, 3: 0.1})
+    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    plan = make_plan(large, Config(), Circumstances(Cluster(4, 1, DEVICES["cpu"]), None), forecast)
+    assert max(g.degrees.stage for g in plan.groups) == 0 and asked == [1, 2, 0]
+
+
 def test_one_process_trains_in_its_model_s_dtypes_and_says_so() -> None:
     plan = make_plan(_blocks(), Config(precision="bf16"), _where(1))
     assert (plan.compute, plan.reduce) == ("", "") and any(reason.startswith("precision: one process") for reason in plan.why)
