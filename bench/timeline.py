@@ -80,30 +80,14 @@ class Compared:
     jobs: tuple[Job, ...]
 
     @property
-    def executed(self) -> Line:
-        """Of the job that waited the median of all."""
-        return sorted(self.jobs, key=lambda job: job.exposed)[len(self.jobs) // 2].executed
+    def middle(self) -> Job:
+        """The one that waited the median of all."""
+        return sorted(self.jobs, key=lambda job: job.exposed)[len(self.jobs) // 2]
 
     @property
     def plain(self) -> float:
         """Seconds of a step that no profiler watched, the median of the jobs."""
         return statistics.median(job.plain for job in self.jobs)
-
-    @property
-    def waited(self) -> tuple[float, float, float]:
-        """Seconds of a step: by the job that waited least, by the middle one, and by the one that waited longest."""
-        found = sorted(job.exposed for job in self.jobs)
-        return found[0], statistics.median(found), found[-1]
-
-    @property
-    def off(self) -> float:
-        """By how much of what was predicted the middle job waited longer."""
-        return self.waited[1] / self.predicted.exposed - 1 if self.predicted.exposed else float("inf")
-
-    @property
-    def close(self) -> bool:
-        """Whether that is what was predicted."""
-        return abs(self.waited[1] - self.predicted.exposed) <= max(CLOSE * self.predicted.exposed, LEAST)
 
 
 def predict(case: Case, cluster: Cluster) -> tuple[Line, Plan]:
@@ -183,19 +167,28 @@ def markdown(found: Sequence[Compared], machine: str) -> str:
     ]
     for c in found:
         step = f"{c.predicted.seconds * 1e3:.0f} | {c.plain * 1e3:.0f} | {c.plain / c.predicted.seconds - 1:+.1%}"
-        least, middle, most = (1e3 * seconds for seconds in c.waited)
-        exposed = f"{c.predicted.exposed * 1e3:.0f} | {middle:.0f} | {least:.0f} to {most:.0f} | {c.off:+.1%}"
-        lines.append(f"| {c.case} | {step} | {exposed} | {'holds' if c.close else 'does not hold'} |")
+        waited = [job.exposed * 1e3 for job in c.jobs]
+        spread = f"{c.middle.exposed * 1e3:.0f} | {min(waited):.0f} to {max(waited):.0f}"
+        exposed = f"{c.predicted.exposed * 1e3:.0f} | {spread} | {_off(c)}"
+        lines.append(f"| {c.case} | {step} | {exposed} | {'holds' if _is_close(c) else 'does not hold'} |")
     lines += ["", "![Timelines](timeline.png)", ""]
     for c in found:
         lines += [f"## {c.case}\n", *_collectives(c), ""]
     return "\n".join(lines)
 
 
+def _off(c: Compared) -> str:
+    return f"{c.middle.exposed / c.predicted.exposed - 1:+.1%}" if c.predicted.exposed else "-"
+
+
+def _is_close(c: Compared) -> bool:
+    return abs(c.middle.exposed - c.predicted.exposed) <= max(CLOSE * c.predicted.exposed, LEAST)
+
+
 def _collectives(c: Compared) -> Iterable[str]:
     """In the order in which they were predicted to be issued. What goes by sends begins when it is issued, everything else behind what was
     issued before it: so each of these two has an order of its own, which must be the predicted one."""
-    seen = list(zip(c.executed.names, c.executed.flights))
+    seen = list(zip(c.middle.executed.names, c.middle.executed.flights))
     sends, others = (iter([one for one in seen if (one[0] == SEND) is by_sends]) for by_sends in (True, False))
     yield "| | collective | on the link at ms, predicted | executed | sends: issued to waited for |"
     yield "|---:|---|---:|---:|---:|"
@@ -203,7 +196,7 @@ def _collectives(c: Compared) -> Iterable[str]:
         by_sends = name.endswith(BY_SENDS)
         executed, flight = next(sends if by_sends else others, ("nothing", (0.0, 0.0)))
         if not (by_sends and executed == SEND) and not name.startswith(executed):
-            raise RuntimeError(f"{c.case}: executed {c.executed.names}, predicted {c.predicted.names}")
+            raise RuntimeError(f"{c.case}: executed {c.middle.executed.names}, predicted {c.predicted.names}")
         cells = ("", _text(flight)) if by_sends else (_text(flight), "")
         yield f"| {i + 1} | {name} | {_text(predicted)} | {' | '.join(cells)} |"
     if left := [name for name, _ in itertools.chain(sends, others)]:
@@ -220,7 +213,7 @@ def draw(found: Sequence[Compared], path: Path) -> None:
 
     figure = Figure(figsize=(10, 1.7 * len(found)), layout="constrained")
     for axes, c in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found):
-        for row, (line, shade) in enumerate(((c.predicted, "C0"), (c.executed, "C2"))):
+        for row, (line, shade) in enumerate(((c.predicted, "C0"), (c.middle.executed, "C2"))):
             for i, (name, (start, end)) in enumerate(zip(line.names, line.flights)):
                 alpha = 0.25 if name == SEND else 0.5 if i % 2 else 0.9
                 axes.barh(3 * row, end - start, left=start, height=0.9, color=shade, alpha=alpha)

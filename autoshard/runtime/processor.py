@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from autoshard.dtypes import dtype_named
+
 SIDE, NUMBERS = 512, 1 << 22  # of matmuls, large enough for several threads; of a sum, which no cache near a processor holds
 TIMES = 15
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def processor_here() -> Processor:
 @functools.cache
 def _with_threads(count: int) -> Processor:
     with torch.autocast("cpu", enabled=False):
-        flops = {name: 2 * SIDE**3 / _usual(_matmul(dtype)) for name, dtype in DTYPES.items()}
+        flops = {name: 2 * SIDE**3 / _usual(_matmul(dtype_named(name))) for name in DTYPES}
         a, b, c = (torch.ones(NUMBERS, dtype=torch.float32, device="cpu") for _ in range(3))
         return Processor(flops, 3 * a.nbytes / _usual(lambda: torch.add(a, b, out=c)))
 
