@@ -327,7 +327,8 @@ def launch(program: Sequence[str], links: Links, scratch: Path, kind: str = "cpu
     """Runs a program of Python, one process a host where links are limited. kind: of devices that it sees."""
     world, mbit = links
     if mbit:
-        code = netns.run(netns.Job([sys.executable, *program], world, mbit, env=_variables(scratch, kind), timeout=SECONDS))
+        job = netns.Job([sys.executable, *program], world, mbit, env=_variables(scratch, kind), timeout=SECONDS)
+        code = netns.run(job)
         if code:
             raise RuntimeError(f"{' '.join(program)}: exit status {code}")
         return
@@ -364,7 +365,8 @@ def bands(compared: Sequence[Compared]) -> dict[str, dict[str, list[float]]]:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="models, and rank0 for jobs of which only that is there; with commas between")
+    kinds = "models, linked for jobs over limited links, and rank0 for those of which only that is there; with commas between"
+    parser.add_argument("--only", default="", help=kinds)
     parser.add_argument("--quick", action="store_true", help="a third of the configurations")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--again", metavar="GPU", help="as the cost model calls it: predict anew what was measured on it")
@@ -409,7 +411,7 @@ def predict_again(device: str) -> None:
 def is_wanted(case: Case, only: str) -> bool:
     """Whether `--only` says so."""
     said = only.split(",")
-    return not only or case.model in said or (case.lone and "rank0" in said)
+    return not only or case.model in said or ("linked" in said and case.mbit > 0) or (case.lone and "rank0" in said)
 
 
 def machine_of(kind: str) -> str:

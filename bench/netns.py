@@ -4,7 +4,11 @@
 
 A host is a namespace whose only way out is a veth pair into a switch, a bridge in a namespace of its own. A
 token bucket at both ends of the pair limits the rate each way, so that a message costs what it costs on a
-network of that rate, while all processes share the cores of this machine. Needs root and iproute2.
+network of that rate. Needs root and iproute2.
+
+[Note: Own cores] A host has cores of its own, as far as there are as many, and its processes stay on them, as if the others' were
+elsewhere. Where they may go anywhere, two computations are now and then on one core while threads that only move bytes have the other:
+what a step then waits for no network of machines would have it wait for.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ class NetworkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What runs on every host, in so many processes. mbit: megabits a second on each host's link, each way; 0: unlimited."""
+    """What runs on every host, in so many processes. mbit: megabits a second on each host's link, each way; 0: unlimited. own_cores:
+    whether hosts share none, see [Note: Own cores]."""
 
     command: Sequence[str]
     hosts: int = 2
@@ -45,6 +50,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 1800.0
     per_host: int = 1
+    own_cores: bool = True
 
 
 def _ip(*arguments: str) -> None:
@@ -139,14 +145,35 @@ def run_on_loopback(job: Job) -> int:
         return _run_all(job, [[] for _ in range(job.hosts)], {"GLOO_SOCKET_IFNAME": "lo"}, "127.0.0.1")
 
 
+def cores_of(host: int, hosts: int, cores: Sequence[int]) -> list[int]:
+    """Which of this machine's cores a host has: as many as any other, or where there are fewer cores than hosts one, which others may
+    have too."""
+    begin, end = (len(cores) * i // hosts for i in (host, host + 1))
+    return list(cores[begin:end]) if len(cores) >= hosts else [cores[host % len(cores)]]
+
+
+@contextlib.contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """What starts inside stays on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def _run_all(job: Job, prefixes: list[list[str]], extra: Mapping[str, str], master: str) -> int:
     processes: list[subprocess.Popen[bytes]] = []
+    cores = sorted(os.sched_getaffinity(0))
     try:
-        for rank, prefix in enumerate(prefix for prefix in prefixes for _ in range(job.per_host)):
+        for rank in range(job.hosts * job.per_host):
+            host = rank // job.per_host
             env = {**os.environ, "OMP_NUM_THREADS": "1", **job.env, **extra}
             env |= rank_variables(rank, job, master)
-            # A session of its own, so that compile workers that it forks end with it.
-            started = subprocess.Popen([*prefix, *job.command], env=env, start_new_session=True)
+            with _on(cores_of(host, job.hosts, cores) if job.own_cores else cores):
+                # A session of its own, so that compile workers that it forks end with it.
+                started = subprocess.Popen([*prefixes[host], *job.command], env=env, start_new_session=True)
             processes.append(started)
         return _first_failure(processes, time.monotonic() + job.timeout)
     finally:
@@ -195,11 +222,13 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=1, help="processes on each")
     parser.add_argument("--mbit", type=int, default=int(os.environ.get("MBIT", "0")), help="0: unlimited")
+    parser.add_argument("--shared-cores", action="store_true", help="the hosts' processes may run on all")
     parser.add_argument("--port", type=int, default=29541)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds")
     parser.add_argument("command", nargs="+", help="after --")
     asked = parser.parse_args()
-    return run(Job(asked.command, asked.hosts, asked.mbit, asked.port, timeout=asked.timeout, per_host=asked.per_host))
+    own_cores = not asked.shared_cores
+    return run(Job(asked.command, asked.hosts, asked.mbit, asked.port, timeout=asked.timeout, per_host=asked.per_host, own_cores=own_cores))
 
 
 if __name__ == "__main__":
