@@ -223,8 +223,9 @@ def _preamble() -> str:
         "Xeon below, two cores of an AMD EPYC took 0.775 of ddp and 0.548 of fsdp2 at 1000 Mbit/s, 1.35 and 1.54 x the bounds (2026-11-27); "
         "two slower ones 0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). Tables of days before 2026-11-29 are of the code before "
         "a backward did without gradients of logits that nobody differentiates, and before rows of embeddings travelled at stages 1 to 3. "
-        "Tables until that day are of the code before a job's first call measured its processors, without which it kept no copies of stage 3 "
-        "at 1000 Mbit/s and took another stage for the fastest there."
+        "Tables that do not say what cores their hosts are on are of hosts that shared all, where now and then two computations have one "
+        "core and threads that only move bytes the other; and of the code before a job's first call measured its processors, without which "
+        "it kept no copies of stage 3 at 1000 Mbit/s and took another stage for the fastest there."
     )
 
 

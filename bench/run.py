@@ -130,8 +130,9 @@ def _measure(asked: argparse.Namespace, scratch: Path) -> Results:
         else:
             steps += driver.steps(possible if asked.no_memory else list(memory), mbit)
     hosts = "network namespaces" if not impossible else "processes on the loopback"
+    cores = "each on cores of its own" if len(os.sched_getaffinity(0)) >= asked.hosts else "of which several share a core"
     failures = [*driver.failures, *diverged(steps)]
-    return Results(machine(hosts), list(memory.values()), steps, skipped, failures)
+    return Results(machine(f"{hosts}, {cores}"), list(memory.values()), steps, skipped, failures)
 
 
 def main() -> int:
