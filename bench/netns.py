@@ -145,6 +145,11 @@ def run_on_loopback(job: Job) -> int:
         return _run_all(job, [[] for _ in range(job.hosts)], {"GLOO_SOCKET_IFNAME": "lo"}, "127.0.0.1")
 
 
+def all_cores() -> list[int]:
+    """This machine's cores that this process may be on; none where there is no telling."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 def cores_of(host: int, hosts: int, cores: Sequence[int]) -> list[int]:
     """Which of this machine's cores a host has: as many as any other, or where there are fewer cores than hosts one, which others may
     have too."""
@@ -165,13 +170,13 @@ def _on(cores: Sequence[int]) -> Iterator[None]:
 
 def _run_all(job: Job, prefixes: list[list[str]], extra: Mapping[str, str], master: str) -> int:
     processes: list[subprocess.Popen[bytes]] = []
-    cores = sorted(os.sched_getaffinity(0))
+    cores = all_cores()
     try:
         for rank in range(job.hosts * job.per_host):
             host = rank // job.per_host
             env = {**os.environ, "OMP_NUM_THREADS": "1", **job.env, **extra}
             env |= rank_variables(rank, job, master)
-            with _on(cores_of(host, job.hosts, cores) if job.own_cores else cores):
+            with _on(cores_of(host, job.hosts, cores)) if cores and job.own_cores else contextlib.nullcontext():
                 # A session of its own, so that compile workers that it forks end with it.
                 started = subprocess.Popen([*prefixes[host], *job.command], env=env, start_new_session=True)
             processes.append(started)

@@ -130,7 +130,7 @@ def _measure(asked: argparse.Namespace, scratch: Path) -> Results:
         else:
             steps += driver.steps(possible if asked.no_memory else list(memory), mbit)
     hosts = "network namespaces" if not impossible else "processes on the loopback"
-    cores = "each on cores of its own" if len(os.sched_getaffinity(0)) >= asked.hosts else "of which several share a core"
+    cores = "each on cores of its own" if len(netns.all_cores()) >= asked.hosts else "of which several share a core"
     failures = [*driver.failures, *diverged(steps)]
     return Results(machine(f"{hosts}, {cores}"), list(memory.values()), steps, skipped, failures)
 

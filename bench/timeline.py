@@ -157,7 +157,7 @@ def markdown(found: Sequence[Compared], machine: str) -> str:
     """The tables."""
     lines = [
         "# Timelines, predicted and executed\n",
-        f"{machine}; two network namespaces, one process of one thread each. Written by `python bench/timeline.py`. Exposed",
+        f"{machine}; two network namespaces on cores of their own, one process of one thread each. Written by `python bench/timeline.py`. Exposed",
         "is the time that a step waits for collectives: the median over steps that torch's profiler watched, which slows them",
         f"down a little; the step beside it was not watched. Of each, {JOBS} jobs by turns: the middle one, and from which to which they are.",
         "What goes by sends of each process to each the profiler sees from when it was issued until it was waited for, which may be",

@@ -57,6 +57,28 @@ def test_the_published_text_is_that_of_the_published_figures() -> None:
     assert "x the bound of dense gradients" in text and "x its bound" not in text
 
 
+@pytest.mark.parametrize(
+    ("hosts", "cores", "has"),
+    [(2, [0, 1], [[0], [1]]), (2, [3, 5, 6, 7, 9], [[3, 5], [6, 7, 9]]), (3, [4, 6], [[4], [6], [4]]), (1, [0, 1], [[0, 1]])],
+)
+def test_hosts_share_no_core_where_there_are_as_many(hosts: int, cores: list[int], has: list[list[int]]) -> None:
+    netns = importlib.import_module("netns")
+    assert [netns.cores_of(host, hosts, cores) for host in range(hosts)] == has
+
+
+@pytest.mark.parametrize("own_cores", [True, False])
+def test_processes_of_a_job_stay_on_their_hosts_cores(own_cores: bool, tmp_path: Path) -> None:
+    """And what starts them goes where it went."""
+    netns = importlib.import_module("netns")
+    before = netns.all_cores()
+    said = "import os, pathlib; pathlib.Path(os.environ['RANK']).write_text(repr(sorted(os.sched_getaffinity(0))))"
+    command = ["env", "-C", str(tmp_path), sys.executable, "-c", said]
+    assert netns.run_on_loopback(netns.Job(command, hosts=2, own_cores=own_cores, timeout=60)) == 0
+    expected = [netns.cores_of(host, 2, before) if own_cores else before for host in range(2)]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == list(map(repr, expected))
+    assert netns.all_cores() == before
+
+
 def steps_of_a_job() -> list[str]:
     """How both say that they stepped, a few steps after the one backward."""
     sys.path.insert(0, str(ROOT / "bench"))
