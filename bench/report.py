@@ -218,7 +218,7 @@ def _preamble() -> str:
         "construction and compilation with empty caches, in a job of its own at unlimited rate. The bound is what no step with dense "
         "gradients can go below: `compute`, or its bytes over the line's rate (a model's gradients and parameters once each way, those of "
         "its blocks once more at stage 3). autoshard's send less where of an embedding only the rows travel that are looked "
-        "up, so theirs is lower. How much of a link hides depends on the processors, which carry what it carries "
+        "up, and where stage 3 keeps gathered copies, so theirs is lower. How much of a link hides depends on the processors, which carry what it carries "
         "([beside.md](../bench/results/beside.md): compute alone beside as many bytes): where the 4.2 M Llama is measured on a "
         "Xeon below, two cores of an AMD EPYC took 0.775 of ddp and 0.548 of fsdp2 at 1000 Mbit/s, 1.35 and 1.54 x the bounds (2026-11-27); "
         "two slower ones 0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). Tables of days before 2026-11-29 are of the code before "
