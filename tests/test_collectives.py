@@ -59,6 +59,14 @@ def test_sums_are_sends_where_these_take_no_longer(nodes: int, slow: str, direct
     assert not first_look(nn.Linear(512, 512), Config(zero=0, compression="bf16"), Cluster(nodes, 1, DEVICES["cpu"])).direct_sums
 
 
+@pytest.mark.parametrize(("longer", "direct"), [(1.0, True), (1.03, True), (1.1, False)])
+def test_where_a_sum_takes_as_long_either_way_it_is_sends(longer: float, direct: bool) -> None:
+    """Which of two is measured ahead of the other is chance then; beside a computation sends are."""
+    tables = {f"{name}@2/2": ((1024.0, times), (2.0**30, 2 * times)) for name, times in (("all_reduce", 1.0), ("swap_direct", longer))}
+    machines = Cluster(2, 1, replace(DEVICES["cpu"], tables=tables))
+    assert first_look(nn.Linear(512, 512), Config(zero=0), machines).direct_sums is direct
+
+
 def test_a_swap_sends_as_much_as_an_all_reduce_of_two() -> None:
     group, device = Group(2, 2), DEVICES["cpu"]
     assert collectives.bytes_sent("swap_direct", 2**20, group, device) == collectives.bytes_sent("all_reduce", 2**20, group, device) == 2**20
