@@ -327,8 +327,7 @@ def launch(program: Sequence[str], links: Links, scratch: Path, kind: str = "cpu
     """Runs a program of Python, one process a host where links are limited. kind: of devices that it sees."""
     world, mbit = links
     if mbit:
-        job = netns.Job([sys.executable, *program], world, mbit, env=_variables(scratch, kind), timeout=SECONDS)
-        code = netns.run(job)
+        code = netns.run(netns.Job([sys.executable, *program], world, mbit, env=_variables(scratch, kind), timeout=SECONDS))
         if code:
             raise RuntimeError(f"{' '.join(program)}: exit status {code}")
         return

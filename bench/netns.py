@@ -160,7 +160,7 @@ def cores_of(host: int, hosts: int, cores: Sequence[int]) -> list[int]:
 @contextlib.contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
     """What starts inside stays on these cores."""
-    before = os.sched_getaffinity(0)
+    before = all_cores()
     os.sched_setaffinity(0, cores)
     try:
         yield
