@@ -64,7 +64,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Job:
-    """Steps of one start: the one of median length, the median of what they waited, and seconds of a step that no profiler watched."""
+    """Steps of one start: of rank 0 the one of median length, the mean over ranks of the median of what they waited, and seconds of a step
+    that no profiler watched."""
 
     executed: Line
     exposed: float
@@ -124,9 +125,10 @@ def measure(case: Case, plan: Plan, scratch: Path) -> Job:
     worker = [str(HERE / "timeline_worker.py"), json.dumps(asdict(case)), str(pinned), str(out)]
     accuracy.launch(worker, (2, case.mbit), scratch)
     found = json.loads(out.read_text())
-    steps = [_line(step) for step in found["steps"]]
-    middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
-    return Job(middle, statistics.median(step.exposed for step in steps), found["plain"])
+    ranks = [[_line(step) for step in steps] for steps in found["ranks"]]
+    middle = sorted(ranks[0], key=lambda step: step.seconds)[len(ranks[0]) // 2]
+    exposed = statistics.mean(statistics.median(step.exposed for step in steps) for steps in ranks)
+    return Job(middle, exposed, found["plain"])
 
 
 def _line(step: dict[str, Any]) -> Line:
@@ -158,8 +160,9 @@ def markdown(found: Sequence[Compared], machine: str) -> str:
     lines = [
         "# Timelines, predicted and executed\n",
         f"{machine}; two network namespaces on cores of their own, one process of one thread each. Written by `python bench/timeline.py`. Exposed",
-        "is the time that a step waits for collectives: the median over steps that torch's profiler watched, which slows them",
-        f"down a little; the step beside it was not watched. Of each, {JOBS} jobs by turns: the middle one, and from which to which they are.",
+        "is the time that a process waits for collectives, and so for the other one: the mean of both, of each the median over steps that",
+        "torch's profiler watched, which slows them down a little; the step beside it was not watched. Of each,",
+        f"{JOBS} jobs by turns: the middle one, and from which to which they are. The tables of collectives and the plots are of rank 0.",
         "What goes by sends of each process to each the profiler sees from when it was issued until it was waited for, which may be",
         "long after it was there.\n",
         f"| configuration | step ms | measured | error | exposed ms | measured | all jobs | error | exposed within {CLOSE:.0%} |",

@@ -1,4 +1,4 @@
-"""One process of bench/timeline.py: timeline_worker.py CASE-AS-JSON OUT. Rank 0 writes what torch's profiler saw."""
+"""One process of bench/timeline.py: timeline_worker.py CASE-AS-JSON OUT. Rank 0 writes what torch's profiler saw in each process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def profiled(made: contenders.Contender, batch: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures, and writes what rank 0 found."""
+    """Measures, and writes what all found."""
     case = Case(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -75,7 +75,9 @@ def main() -> None:
     for _ in range(WARM_UP):
         made.step(batch)
     plain = statistics.median(worker._timed(made, batch)[0] for _ in range(ROUNDS))
-    found = {"plain": plain, "steps": profiled(made, batch)}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, profiled(made, batch))
+    found = {"plain": plain, "ranks": ranks}
     if dist.get_rank() == 0:
         Path(sys.argv[3]).write_text(json.dumps(found))
     dist.barrier()

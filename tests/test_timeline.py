@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph
 
 from autoshard.cost_model import timeline
-from autoshard.cost_model.program import WAIT, Operation, Program, is_collective
+from autoshard.cost_model.program import Operation, Program
 from autoshard.cost_model.timeline import Link, Sharing
 
 
@@ -142,7 +143,7 @@ def longest_path(drawn: Drawn) -> float:
     graph.add_node(before)
     for i, operation in enumerate(drawn.program.operations):
         here = f"compute {i}"
-        collective = is_collective(operation.node) and operation.name != WAIT
+        collective = operation.starts_collective
         graph.add_edge(before, here, taken=drawn.asking[i] if collective else 0.0 if i in drawn.waited else drawn.seconds[i])
         if i in drawn.waited:
             graph.add_edge(f"link {drawn.waited[i]}", here, taken=0.0)
@@ -160,6 +161,21 @@ def test_a_step_is_the_longest_path_through_what_must_be_in_turn(drawn: Drawn) -
     line = drawn.simulated(timeline.ALONE)
     assert line.seconds == pytest.approx(longest_path(drawn))
     assert line.exposed == pytest.approx(line.seconds - line.compute)
+
+
+@given(programs(), st.sampled_from([0.25, 0.5]))
+def test_most_processes_wait_for_the_slowest(drawn: Drawn, skew: float) -> None:
+    """A step is that of the slowest alone; one as fast as most computes for less, waits for the rest, and uses nothing before it is there."""
+    line = drawn.simulated(Sharing(skew=skew))
+    slowest = replace(drawn, seconds=[s * (1 if o.starts_collective else 1 + skew) for s, o in zip(drawn.seconds, drawn.program.operations)])
+    assert line.seconds == pytest.approx(slowest.simulated(timeline.ALONE).seconds)
+    assert line.compute == pytest.approx(drawn.simulated(timeline.ALONE).compute)
+    assert line.exposed == pytest.approx(line.seconds - line.compute)
+    through = {span.operation: span.end for span in line.spans if span.stream == "link"}
+    process = [span for span in line.spans if span.stream != "link"]
+    assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(process))
+    for wait, collective in drawn.waited.items():
+        assert all(span.start >= through[collective] - 1e-9 for span in process if span.operation > wait)
 
 
 def in_small_steps(drawn: Drawn, sharing: Sharing, step: float) -> float:
@@ -180,7 +196,7 @@ def in_small_steps(drawn: Drawn, sharing: Sharing, step: float) -> float:
         if i in drawn.waited:
             while any(each is flying[drawn.waited[i]] for each in stack):
                 advance(False)
-        elif is_collective(operation.node):
+        elif operation.starts_collective:
             flying[i] = [drawn.seconds[i]]
             stack.append(flying[i])
         else:

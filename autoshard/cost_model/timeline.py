@@ -6,7 +6,8 @@ the processor itself moves the bytes (gloo), both slow down while both are at wo
 `interference`, and the collective `drag`. So several operations take beside a collective what one of their whole length would.
 Who carries a collective out is asleep when there is none, and begins `wake` after it is issued, or when the one before has ended.
 Asking for a collective takes compute's time too, in which that may begin already.
-Processes are slower by turns, and a collective waits for the slowest: between two of them compute takes `skew` of itself longer.
+Processes are slower by turns, and a collective begins when the slowest has asked for it, whose compute takes `skew` of itself longer. So
+two go through a step: the slowest, whose time the step's is, and one as fast as most, which has computed for less and waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LinkOf = Callable[[Operation], Link]
 
 @dataclass(frozen=True)
 class Span:
-    """One operation on its stream ("compute", "link", or "wait" for one), in seconds from the start of the step."""
+    """One operation on its stream ("compute", "link", or "wait" for one), in seconds from the start of the step. Of a process as fast as
+    most."""
 
     operation: int
     stream: str
@@ -39,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. compute: seconds of kernels. exposed: seconds that compute waits for the link."""
+    """A simulated step. compute: seconds of kernels. exposed: seconds that compute waits, for the link or for slower processes."""
 
     seconds: float
     compute: float
@@ -122,30 +124,31 @@ def simulate(
         else:
             walk.run(i, kernel(operation))
     spans = sorted((*walk.spans, *walk.flights.values()), key=lambda span: span.operation)
-    return Timeline(walk.now, walk.compute, walk.communication, walk.exposed, tuple(spans))
+    return Timeline(walk.now, walk.compute, walk.communication, walk.now - walk.compute, tuple(spans))
 
 
 @dataclass
 class _Walk:
-    """Through a program: what the time is, and until when each link is busy. flights: of collectives, by operation; issued: which
-    of them gives a piece."""
+    """Through a program: what the time is, and until when each link is busy. now: of the slowest process; ahead: seconds by which one as
+    fast as most is. flights: of collectives, by operation; issued: which of them gives a piece."""
 
     sharing: Sharing
     now: float = 0.0
+    ahead: float = 0.0
     links: dict[Link, float] = field(default_factory=dict)
     compute: float = 0.0
     communication: float = 0.0
-    exposed: float = 0.0
     flights: dict[int, Span] = field(default_factory=dict)
     issued: dict[int, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
     def wait(self, at: int, pieces: Iterable[int]) -> None:
         end = max((self.flights[self.issued.pop(p)].end for p in pieces if p in self.issued), default=0.0)
-        if end > self.now:
-            self.exposed += end - self.now
-            self.spans.append(Span(at, "wait", self.now, end))
-            self.now = end
+        begin = self.now - self.ahead
+        if end > begin:
+            self.spans.append(Span(at, "wait", begin, end))
+            self.now = max(self.now, end)
+            self.ahead = self.now - end
 
     def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link, asking: float = 0.0) -> None:
         start = max(self.links.get(link, 0.0), self.now + self.sharing.wake)
@@ -154,18 +157,25 @@ class _Walk:
         self.issued.update(dict.fromkeys(makes, at))
         self.flights[at] = Span(at, "link", start, start + seconds)
         if asking:
-            self.spans.append(Span(at, "compute", self.now, self.now + asking))
-            self.now, self.compute = self.now + asking, self.compute + asking
+            self._compute(at, asking, asking)
 
     def run(self, at: int, seconds: float) -> None:
-        start, taken = self.now, seconds * (1 + self.sharing.skew)
+        slower = 1 + self.sharing.skew
+        taken = seconds * slower
         busy = max(self.links.values(), default=0.0) - self.now
         both = float(self.sharing.both(taken, busy))
         if self.sharing.drag:
             self._delay(both)
-        self.now += float(self.sharing.slowed(taken, busy))
-        self.compute += self.now - start
-        self.spans.append(Span(at, "compute", start, self.now))
+        slowed = float(self.sharing.slowed(taken, busy))
+        self._compute(at, slowed, slowed / slower)
+
+    def _compute(self, at: int, slowest: float, most: float) -> None:
+        """So many seconds of the slowest process, and of most."""
+        begin = self.now - self.ahead
+        self.spans.append(Span(at, "compute", begin, begin + most))
+        self.now += slowest
+        self.ahead += slowest - most
+        self.compute += most
 
     def _delay(self, both: float) -> None:
         def later(moment: float) -> float:
