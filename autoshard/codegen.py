@@ -311,7 +311,7 @@ class Compilation:
     @property
     def _kept(self) -> tuple[Any, ...]:
         """What a rewrite of the joint graph has to find in one piece."""
-        return (EMBEDDING_BACKWARD,) if self.context.plan.sparse else ()
+        return (EMBEDDING_BACKWARD,) if self.context.plan.by_rows else ()
 
 
 def _size(gm: GraphModule) -> str:

@@ -19,7 +19,7 @@ from autoshard.errors import UnsupportedError
 class ParameterInfo:
     """One parameter. Shared (tied) parameters appear once, under their first name. last_use: its place in the order in which
     forward is done with parameters, the reverse of that in which backward needs them. looked_up: how many rows of it a process's
-    batch asked for, if it is used as an embedding's weight alone, and once; else 0."""
+    batch asked for, if it is used as an embedding's weight, and as that once; else 0. tied: it is used otherwise too, as a head's weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,11 +29,23 @@ class ParameterInfo:
     used: bool
     last_use: int = 0
     looked_up: int = 0
+    tied: bool = False
 
     @property
     def elements(self) -> int:
         """Numbers in the whole parameter."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How many rows of a parameter a batch looks up, and whether it is used otherwise too."""
+
+    rows: int
+    tied: bool
+
+
+NEVER = Lookup(0, False)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def take_inventory(
     model: nn.Module,
     used_in_order: Iterable[nn.Parameter],
     by_last_use: Iterable[nn.Parameter] = (),
-    looked_up: Mapping[int, int] | None = None,
+    looked_up: Mapping[int, Lookup] | None = None,
 ) -> Inventory:
     """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs, `by_last_use` the
     same by `in_order_of_last_use`, `looked_up` by `rows_looked_up`. Where one is not given, the order before it stands for it, and for the first the
@@ -77,30 +89,38 @@ def take_inventory(
     return Inventory(
         type(model).__name__,
         tuple(
-            _info(names[key], parameters[key], i < len(used), last[key], (looked_up or {}).get(key, 0))
+            _info(names[key], parameters[key], i < len(used), last[key], (looked_up or {}).get(key, NEVER))
             for i, key in enumerate(order)
         ),
     )
 
 
-def rows_looked_up(gm: GraphModule, inputs: Sequence[object]) -> dict[int, int]:
-    """Of each parameter among a graph's inputs that is looked up in once and not used otherwise, how many rows; by id. What other
-    parameters say is to be looked up is known when these are gathered, and not before."""
+def rows_looked_up(gm: GraphModule, inputs: Sequence[object]) -> dict[int, Lookup]:
+    """Of each parameter among a graph's inputs that is looked up in once, by id. What other parameters say is to be looked up is known
+    when these are gathered, and not before."""
     places = {place: x for place, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if isinstance(x, nn.Parameter)}
     found = {id(x): _lookup(place) for place, x in places.items()}
-    asked = {key: _indices(lookup) for key, lookup in found.items() if lookup is not None}
-    return {key: _count(indices) for key, indices in asked.items() if not _is_made_of(indices, places)}
+    asked = {key: (_indices(node), tied) for key, (node, tied) in found.items() if node is not None}
+    return {key: Lookup(_count(indices), tied) for key, (indices, tied) in asked.items() if not _is_made_of(indices, places)}
 
 
-def _lookup(weight: Node) -> Node | None:
-    """The one call that reads a weight, gathered from its rows or as it is, if it is an embedding's."""
-    if len(weight.users) != 1:
-        return None
-    (user,) = weight.users
-    if user.target is torch.nn.functional.embedding:
-        options = *user.args[5:], user.kwargs.get("scale_grad_by_freq"), user.kwargs.get("sparse")
-        return user if _indices(user) is not weight and True not in options else None
-    return _lookup(user) if user.all_input_nodes == [weight] and "unshard" in str(user.target) else None
+def _lookup(weight: Node) -> tuple[Node | None, bool]:
+    """The one call of an embedding that reads a weight, gathered from its rows or as it is; and whether others read it."""
+    reading = list(_readers(weight))
+    found = [user for by, user in reading if user.target is torch.nn.functional.embedding and _indices(user) is not by]
+    return (found[0] if len(found) == 1 and _is_plain(found[0]) else None), len(reading) > 1
+
+
+def _readers(weight: Node) -> Iterable[tuple[Node, Node]]:
+    """Who reads it, and as what."""
+    for user in weight.users:
+        gathers = user.all_input_nodes == [weight] and "unshard" in str(user.target)
+        yield from _readers(user) if gathers else [(weight, user)]
+
+
+def _is_plain(lookup: Node) -> bool:
+    """Whether its gradient is a sum of what its places give."""
+    return True not in (*lookup.args[5:], lookup.kwargs.get("scale_grad_by_freq"), lookup.kwargs.get("sparse"))
 
 
 def _is_made_of(node: Node, sources: Container[Node]) -> bool:
@@ -139,12 +159,12 @@ def in_order_of_last_use(gm: GraphModule, inputs: Sequence[object]) -> list[nn.P
     return [inputs[i] for _, i in sorted(found)]  # type: ignore[misc]
 
 
-def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, looked_up: int) -> ParameterInfo:
+def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, lookup: Lookup) -> ParameterInfo:
     if isinstance(parameter, UninitializedParameter):
         raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterInfo(
-        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use, looked_up
+        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use, lookup.rows, lookup.tied
     )
 
 

@@ -126,6 +126,7 @@ class Plan:
     compression: dtype name in which gradients travel, while they are summed as they would be without; "": none.
     low_rank: how many columns the two matrices have that travel in the place of a gradient (PowerSGD); 0: gradients travel.
     sparse: embeddings of which only the rows travel that are looked up; see [Note: Sparse rows] in ops/sparse.py.
+    tied: embeddings of which what is looked up, and its gradient, goes by rows too, beside all of them, which something else uses.
     bucket: bytes of gradients that wait for each other to be reduced together, in groups that every process has whole, about at
         most: what has more goes by itself, and what has next to nothing with another; 0: all of a group's do.
     direct: gathers of rows, and all-to-alls of their gradients, are sends of each process to each other one; see [Note: Direct] in
@@ -153,6 +154,7 @@ class Plan:
     compression: str = ""
     low_rank: int = 0
     sparse: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
     bucket: int = 0
     direct: bool = False
     direct_sums: bool = False
@@ -227,14 +229,16 @@ class Plan:
             raise PlanError("plan: node: groups name ranks; legal only where all processes hold rows")
 
     def _check_sparse(self) -> None:
-        for name in self.sparse:
+        for kind, name in [*(("sparse", name) for name in self.sparse), *(("tied", name) for name in self.tied)]:
             if name not in self.group_of or not self.may_send_rows(self.group_of[name]):
                 raise PlanError(
-                    f"plan: sparse: {name!r} is not legal; legal: parameters that all processes have whole, or whose rows all of them share, "
+                    f"plan: {kind}: {name!r} is not legal; legal: parameters that all processes have whole, or whose rows all of them share, "
                     "with direct=True and no node or ranks"
                 )
-        if self.sparse and (self.compression or self.low_rank):
-            raise PlanError(f"plan: sparse: {self.sparse[0]!r} beside compression is not legal; legal: one of them")
+            if self.compression or self.low_rank:
+                raise PlanError(f"plan: {kind}: {name!r} beside compression is not legal; legal: one of them")
+        if both := sorted({*self.sparse} & {*self.tied}):
+            raise PlanError(f"plan: tied: {both[0]!r} is in sparse too; legal: one of them")
 
     def _check_low_rank(self) -> None:
         if not self.low_rank:
@@ -300,6 +304,11 @@ class Plan:
     def sharded(self) -> bool:
         """True if some parameter's rows lie on several processes."""
         return any(g.degrees.optimizer > 1 for g in self.groups)
+
+    @cached_property
+    def by_rows(self) -> frozenset[str]:
+        """The embeddings of which rows travel, with all of them or without."""
+        return frozenset((*self.sparse, *self.tied))
 
     @cached_property
     def group_of(self) -> dict[str, ParameterGroup]:

@@ -92,6 +92,7 @@ def test_parts_have_names_of_their_own() -> None:
 def test_what_is_not_gathered_is_no_part() -> None:
     plan = planned(Looked(), 3)
     assert plan.sparse == ("words.weight",) and plan.groups[0].parameters == ("words.weight", "mix.weight")
+    assert [g.name for g in plan.groups[1:3]] == ["layers.0/1", "layers.0/2"]  # the first that is of several
 
 
 def test_the_second_part_is_gathered_beside_the_first_ones_use_and_reduced_before_it() -> None:

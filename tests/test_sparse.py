@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 import autoshard
 from autoshard.capture import capture
@@ -190,6 +191,88 @@ def test_on_four_processes(four: Cluster, options: dict[str, Any]) -> None:
     for found, other in zip(by_rows, whole):
         assert found.far <= max(other.far * 1.2, 1e-5), (found, other)  # in bf16 nothing is near to fp32
         assert found.by_rows and not other.by_rows
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight."""
+
+    def __init__(self, rows: int = 3000) -> None:
+        super().__init__()
+        self.words = nn.Embedding(rows, 128, padding_idx=3)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, tokens: Tensor, use: Use = "looked up") -> Tensor:
+        x = self.words.weight[:8].sin() if use == "and summed" else self.words(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.logsumexp(x @ self.words.weight.t(), -1).mean()
+
+
+def planned_tied(zero: int = 0, rows: int = 3000, **options: Any) -> Plan:
+    plan = autoshard.plan(Tied(rows), torch.zeros(2, 8, dtype=torch.long), config(zero, **options), HOSTS)
+    assert plan.tied == ("words.weight",) and not plan.sparse
+    return plan
+
+
+TIED: list[tuple[list[int], list[Use], bool]] = [
+    ([8, 5], LOOKED_UP, True),
+    in_full([5, 2000], LOOKED_UP, False),  # more rows than travel
+    ([8, 5], ["and summed", "and summed"], False),  # nothing is looked up
+]
+
+
+@pytest.mark.parametrize(("lengths", "uses", "by_rows"), TIED)
+@pytest.mark.parametrize(("zero", "codegen"), [(0, "eager"), (3, "eager"), in_full(1, "eager"), in_full(0, "inductor"), in_full(3, "inductor")])
+def test_of_a_tied_embedding_what_is_looked_up_goes_by_rows(
+    two: Cluster, zero: int, codegen: str, lengths: list[int], uses: list[Use], by_rows: bool
+) -> None:
+    for found in two.run(seen, planned_tied(zero), codegen, lengths, uses, False, Tied):
+        assert found.far < 1e-5
+        assert found.by_rows == (by_rows and (2 if zero else 1)), found
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_waited_of_a_tied_embedding_is_in_the_mean(two: Cluster, zero: int) -> None:
+    for found in two.run(seen, planned_tied(zero), "eager", [8, 5], LOOKED_UP, True, Tied):
+        assert found.far < 1e-5
+
+
+def test_all_processes_look_up_in_a_tied_embedding_or_none_does(two: Cluster) -> None:
+    """Nobody waits for rows that another process does not send."""
+    for zero in (0, 3):
+        said = two.answers(seen, planned_tied(zero), "eager", [8, 8], ["looked up", "and summed"], False, Tied)
+        for kind, (name, text, _) in said:
+            assert (kind, name) == ("error", "DisagreementError"), said
+            assert "in order" in text, said
+
+
+def _serving(half: GraphModule, of: Callable[[Node], bool]) -> list[str]:
+    """For which parameter each of these collectives is, and whether it brings rows or all of it."""
+    starts = (n for n in half.graph.nodes if graphs.is_call(n, sparse.LOOK_UP_ROWS, sparse.REDUCE_ROWS) or of(n))
+    return [f"{'rows' if graphs.is_call(n, *sparse.NAMES) else 'all'} of {' '.join(graphs.serves(n))}" for n in starts]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_tied_embedding_is_gathered_last_and_reduced_first(zero: int) -> None:
+    """All of it; its rows are looked up first, and reduced last."""
+    made = rehearse(capture(Tied(), torch.zeros(2, 8, dtype=torch.long)), planned_tied(zero), inductor=False)
+    assert made.backward is not None
+    gathered, reduced = _serving(made.forward, graphs.gathers), _serving(made.backward, graphs.reduces)
+    assert len(reduced) > 3 and (reduced[0], reduced[-1]) == ("all of words.weight", "rows of words.weight"), reduced
+    assert len(gathered) > 3 and (gathered[0], gathered[-1]) == ("rows of words.weight", "all of words.weight") if zero else not gathered, gathered
+
+
+def test_a_tied_embedding_goes_by_rows_where_these_are_few() -> None:
+    plan = planned_tied()
+    assert Plan.from_json(plan.to_json()) == plan and any("goes by rows" in why for why in plan.why)
+    long = autoshard.plan(Tied(), torch.zeros(16, 150, dtype=torch.long), config(0), HOSTS)
+    assert not long.tied
+    with pytest.raises(PlanError, match="tied: 'words.weight' is in sparse too"):
+        replace(plan, sparse=plan.tied)
+    with pytest.raises(PlanError, match="tied: 'no.weight' is not legal"):
+        replace(plan, tied=("no.weight",))
+    with pytest.raises(PlanError, match="tied: 'words.weight' beside compression"):
+        replace(plan, compression="bf16")
 
 
 def _apart(sharded: bool, padding: int) -> float:

@@ -43,7 +43,7 @@ class GroupCost:
     as in the plan. replicas: processes that hold the same rows. compressed: gradients travel in fewer bits than they are summed in.
     buckets: of the gradients that are reduced together. apart: of each parameter that is gathered by itself. low_rank: of how many
     elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and for which `residue` are kept. rows: embeddings,
-    which are in none of the others but `held` and `trained`.
+    which are in none of the others but `held` and `trained`, unless all of them travels too.
     """
 
     held: int

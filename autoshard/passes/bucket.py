@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from autoshard.errors import PassError
 from autoshard.ops import wire
 from autoshard.ops.layout import Layout
-from autoshard.ops.sparse import REDUCE_ROWS
+from autoshard.ops.sparse import LOOK_UP_ROWS, REDUCE_ROWS
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.gather_twice import FOR_CALL
@@ -50,19 +50,19 @@ class Bucket:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         backward = context.phase == "backward"
-        order = context.plan.order_of_last_use if backward else context.plan.order
+        order = context.plan.order_of_last_use if backward else _but(context.plan, gm, LOOK_UP_ROWS)
         gathers = self._grouped(gm, graphs.UNSHARD, 3, order, context, reverse=backward)
         buckets = [_gather(gm, members) for members in gathers]
         _order_up([b for b in buckets if Layout.parse(str(b.args[4])).sharded])
-        order = context.plan.order
+        order, whole = context.plan.order, _but(context.plan, gm, REDUCE_ROWS)
         low_rank = self._grouped(gm, graphs.MEAN_LOW_RANK, 4, order, context, reverse=True)
-        reduced = self._grouped(gm, graphs.REDUCE_GRAD, 4, order, context, reverse=True)
+        reduced = self._grouped(gm, graphs.REDUCE_GRAD, 4, whole, context, reverse=True)
         rank = context.plan.rank_of
         sparse = [[n] for n in sorted(graphs.calls(gm, REDUCE_ROWS), key=lambda n: -rank[str(n.args[4])])]
+        turns = [*((order, m) for m in low_rank), *((whole, m) for m in reduced), *((order, m) for m in sparse)]
         last: Node | None = None
-        for members in sorted([*low_rank, *reduced, *sparse], key=lambda m: -order[str(m[0].args[4])]):
-            put = _PUT[members[0].target]
-            last = put(gm, members, last, order[str(members[0].args[4])])
+        for turn, members in sorted(((by[str(m[0].args[4])], m) for by, m in turns), key=lambda found: -found[0]):
+            last = _PUT[members[0].target](gm, members, last, turn)
         return gm
 
     def _grouped(
@@ -78,6 +78,12 @@ class Bucket:
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]], reverse=reverse) for k in keys]  # type: ignore[index]
         most = [self.mb * 1e6 or _most(op, str(layout), context.plan) for _, layout, _ in keys]
         return [part for members, limit in zip(ordered, most) for part in _cut(members, limit)]
+
+
+def _but(plan: Plan, gm: GraphModule, op: Any) -> dict[str, int]:
+    """The order of groups, but for what is a head's too: that is used last, if its rows go by themselves, by this op."""
+    rows = {name for node in graphs.calls(gm, op) for name in graphs.serves(node)}
+    return plan.order | dict.fromkeys((name for name in plan.tied if name in rows), len(plan.groups))
 
 
 def _most(op: Any, layout: str, plan: Plan) -> int:
@@ -149,7 +155,7 @@ def _reduce(gm: GraphModule, members: list[Node], after: Node | None, group: int
     """One reduce_bucket where the last gradient is there, and not before the reduction that precedes it."""
     at = graphs.positions(gm.graph)
     last = max([*members, *([after] if after else [])], key=at.__getitem__)
-    dependent = graphs.dependents(gm, members)
+    dependent = [node for node in graphs.dependents(gm, members) if at[node] < at[last]]
     shapes, ndims = wire.flat_shapes([m.args[1] for m in members])  # type: ignore[misc]
     grads = [m.args[0] for m in members]
     with gm.graph.inserting_after(last):

@@ -1,4 +1,4 @@
-"""Decision: whether the group that is gathered first goes as two. Nothing is computed while forward waits for it, and nothing while
+"""Decision: whether the group that is gathered first goes as two, or the next one where that is of one parameter. Nothing is computed while forward waits for it, and nothing while
 its gradients, backward's last, are reduced; of two, what is used first is computed with while the other comes, and the other's gradients
 go while the first's are computed. A block that is a graph of its own takes all of its parameters at once, so there it would be of no use;
 and on GPUs, whose links are faster than they compute, it was never measured."""
@@ -22,14 +22,16 @@ WORTH = 4.0  # times the seconds that more messages take, at least
 
 def choose_halves(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     """The plan, with that group as two where it pays."""
-    costs = costs_of(plan, inventory)
-    first = next((i for i, cost in enumerate(costs) if cost.optimizer_degree > 1 and cost.brought), None)
+    begins = replace(plan, sparse=(*plan.sparse, *plan.tied), tied=())  # the whole of what is tied comes last
+    costs = costs_of(begins, inventory)
+    possible = (i for i, cost in enumerate(costs) if cost.optimizer_degree > 1 and cost.brought)
+    first = next((i for i in possible if len(set(plan.groups[i].parameters) - plan.by_rows) > 1), None)
     if first is None or cluster.device.inside.scatters or _is_a_graph(plan, plan.groups[first]):
         return plan
     halves = _halves(plan, plan.groups[first], inventory)
     parted = replace(plan, groups=(*plan.groups[:first], *halves, *plan.groups[first + 1 :]))
     taken = {group.name for group in plan.groups}.intersection(half.name for half in halves)
-    if len(halves) < 2 or taken or not _pays(costs[first], costs_of(parted, inventory)[first : first + 2], cluster):
+    if len(halves) < 2 or taken or not _pays(costs[first], costs_of(replace(begins, groups=parted.groups), inventory)[first : first + 2], cluster):
         return plan
     sent = bytes_text(costs[first].brought)
     return parted.because(f"{plan.groups[first].name}, {sent} that nothing is computed beside, goes in two parts")
@@ -45,7 +47,7 @@ def _is_a_graph(plan: Plan, group: ParameterGroup) -> bool:
 def _halves(plan: Plan, group: ParameterGroup, inventory: Inventory) -> list[ParameterGroup]:
     """Its parameters in the order of use: as many as have half at most of the elements that are gathered, and the others."""
     infos = {p.name: p for p in inventory.parameters}
-    ends = list(itertools.accumulate(0 if name in plan.sparse else infos[name].elements for name in group.parameters))
+    ends = list(itertools.accumulate(0 if name in plan.by_rows else infos[name].elements for name in group.parameters))
     count = max(1, sum(2 * end <= ends[-1] for end in ends))
     parts = filter(None, (group.parameters[:count], group.parameters[count:]))
     return [

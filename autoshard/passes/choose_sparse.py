@@ -1,9 +1,11 @@
-"""Decision: of which embeddings only the rows travel that are looked up. Of those that a model only looks up in, where that takes
-less time by the first batch; with each batch the processes see anew whether it does ([Note: Sparse rows]). A GPU would have to be waited
-for to know how many rows there are, so not there."""
+"""Decision: of which embeddings the rows travel that are looked up. Of those that a model only looks up in, where that takes
+less time by the first batch; with each batch the processes see anew whether it does ([Note: Sparse rows]). Of those that are a head's weight
+too, all travels beside the rows, so where these take little: nothing hides what forward begins with and backward ends with, and without
+rows that would be all of the largest parameter that there is. A GPU would have to be waited for to know how many rows there are, so not there."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from autoshard.cost_model.cluster import Cluster
@@ -15,21 +17,33 @@ from autoshard.plan import Plan
 from autoshard.torch_internals import KEEPS_OPERATORS
 
 WORTH = 0.9  # of the time that all of it takes, at most
+LITTLE = 0.5  # of that, where all of it travels too
 
 
 def choose_sparse(plan: Plan, inventory: Inventory, costs: Iterable[GroupCost], cluster: Cluster) -> tuple[str, ...]:
-    """Their names. costs: of the plan's groups."""
+    """The names of those that a model only looks up in. costs: of the plan's groups."""
+    return _chosen(plan, inventory, costs, cluster, False, WORTH)
+
+
+def choose_tied(plan: Plan, inventory: Inventory, costs: Iterable[GroupCost], cluster: Cluster) -> tuple[str, ...]:
+    """The same of those that it uses otherwise too."""
+    return _chosen(plan, inventory, costs, cluster, True, LITTLE)
+
+
+def _chosen(plan: Plan, inventory: Inventory, costs: Iterable[GroupCost], cluster: Cluster, tied: bool, most: float) -> tuple[str, ...]:
     if plan.leaves_alone or plan.compression or plan.low_rank or cluster.device.inside.scatters or not KEEPS_OPERATORS:
         return ()
     infos = {p.name: p for p in inventory.parameters}
     possible = [(g, cost) for g, cost in zip(plan.groups, costs) if plan.may_send_rows(g)]
-    return tuple(name for g, cost in possible for name in g.parameters if _pays(infos[name], plan, cost, cluster))
+    asked = ((infos[name], cost) for g, cost in possible for name in g.parameters)
+    return tuple(p.name for p, cost in asked if p.tied == tied and _share(p, plan, cost, cluster) <= most)
 
 
-def _pays(info: ParameterInfo, plan: Plan, cost: GroupCost, cluster: Cluster) -> bool:
+def _share(info: ParameterInfo, plan: Plan, cost: GroupCost, cluster: Cluster) -> float:
+    """Of the time that all of a parameter takes, that of its rows; infinite where they may not travel."""
     if not (info.looked_up and (is_trained(info) or cost.optimizer_degree > 1) and pays(rows_among(info.looked_up, info.shape[0]), info.shape[0])):
-        return False
+        return math.inf
     copy, gradient = whole_bytes(plan, info)
     whole = seconds(cost.gather, copy, cost, cluster) if cost.optimizer_degree > 1 else 0.0
     whole += reduction_seconds(cost, gradient, cluster) if gradient else 0.0
-    return rows_seconds(cost, rows_of(plan, info), cluster) <= WORTH * whole
+    return rows_seconds(cost, rows_of(plan, info), cluster) / whole if whole else math.inf

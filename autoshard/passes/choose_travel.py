@@ -16,7 +16,7 @@ from autoshard.passes.choose_direct import choose_direct, choose_direct_sums
 from autoshard.passes.choose_hierarchy import choose_hierarchy, node_of
 from autoshard.passes.choose_message import choose_apart, choose_message
 from autoshard.passes.choose_reduction import choose_reduction
-from autoshard.passes.choose_sparse import choose_sparse
+from autoshard.passes.choose_sparse import choose_sparse, choose_tied
 from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.costs import costs_of
 from autoshard.plan import POWERSGD, Plan
@@ -127,10 +127,14 @@ def _with_some_apart(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan
 
 
 def _with_sparse(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    names = choose_sparse(plan, inventory, costs_of(plan, inventory), cluster)
-    if not names:
-        return plan
-    return replace(plan, sparse=names).because(f"of {', '.join(names)} only rows that are looked up travel, which are few")
+    costs = costs_of(plan, inventory)
+    names, tied = (choose(plan, inventory, costs, cluster) for choose in (choose_sparse, choose_tied))
+    if names:
+        plan = replace(plan, sparse=names).because(f"of {', '.join(names)} only rows that are looked up travel, which are few")
+    if tied:
+        why = f"of {', '.join(tied)} what is looked up, and its gradient, goes by rows, which are few: the rest has all of forward and backward to hide in"
+        plan = replace(plan, tied=tied).because(why)
+    return plan
 
 
 def _with_buckets(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:

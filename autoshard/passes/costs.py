@@ -53,7 +53,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         apart=_apart(plan, layout, [p for p in infos if not (p in sparse and layout.sharded)]),
         low_rank=sum(p.elements for p in trained if p.name in thinned),
         thin=sum(thin(p.shape, plan.low_rank) for p in trained if p.name in thinned),
-        rows=tuple(rows_of(plan, p) for p in sparse),
+        rows=tuple(rows_of(plan, p) for p in infos if p.name in plan.by_rows),
         residue=sum(math.prod(shape) for p in trained if p.name in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
 

@@ -253,7 +253,7 @@ def _is_size(node: Node, symbols: Collection[Any]) -> bool:
 
 def _stays(gm: GraphModule, plan: Plan) -> set[Node]:
     """What may be in no graph of its own."""
-    sparse = (n for n in graphs.calls(gm, graphs.UNSHARD) if n.args[3] in plan.sparse)
+    sparse = (n for n in graphs.calls(gm, graphs.UNSHARD) if n.args[3] in plan.by_rows)
     return _in_another_mode(gm).union(*(n.users for n in sparse))
 
 
