@@ -196,10 +196,10 @@ def test_on_four_processes(four: Cluster, options: dict[str, Any]) -> None:
 class Tied(nn.Module):
     """An embedding that is the head's weight."""
 
-    def __init__(self, rows: int = 3000) -> None:
+    def __init__(self, rows: int = 3000, count: int = 3) -> None:
         super().__init__()
         self.words = nn.Embedding(rows, 128, padding_idx=3)
-        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(count))
 
     def forward(self, tokens: Tensor, use: Use = "looked up") -> Tensor:
         x = self.words.weight[:8].sin() if use == "and summed" else self.words(tokens)
@@ -208,8 +208,18 @@ class Tied(nn.Module):
         return torch.logsumexp(x @ self.words.weight.t(), -1).mean()
 
 
-def planned_tied(zero: int = 0, rows: int = 3000, **options: Any) -> Plan:
-    plan = autoshard.plan(Tied(rows), torch.zeros(2, 8, dtype=torch.long), config(zero, **options), HOSTS)
+class Summed(Tied):
+    """Which uses it otherwise before all else."""
+
+    def forward(self, tokens: Tensor, use: Use = "looked up") -> Tensor:
+        x = self.words.weight.square().mean() + self.words(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def planned_tied(zero: int = 0, count: int = 3) -> Plan:
+    plan = autoshard.plan(Tied(count=count), torch.zeros(2, 8, dtype=torch.long), config(zero), HOSTS)
     assert plan.tied == ("words.weight",) and not plan.sparse
     return plan
 
@@ -229,6 +239,12 @@ def test_of_a_tied_embedding_what_is_looked_up_goes_by_rows(
     for found in two.run(seen, planned_tied(zero), codegen, lengths, uses, False, Tied):
         assert found.far < 1e-5
         assert found.by_rows == (by_rows and (2 if zero else 1)), found
+
+
+@pytest.mark.parametrize("zero", [0, in_full(3)])
+def test_a_tied_embedding_is_around_blocks_that_are_graphs(two: Cluster, zero: int) -> None:
+    for found in two.run(seen, planned_tied(zero, 9), "eager", [8, 5], LOOKED_UP, False, partial(Tied, count=9)):
+        assert found.far < 1e-5 and found.by_rows == (2 if zero else 1), found
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -265,8 +281,9 @@ def test_a_tied_embedding_is_gathered_last_and_reduced_first(zero: int) -> None:
 def test_a_tied_embedding_goes_by_rows_where_these_are_few() -> None:
     plan = planned_tied()
     assert Plan.from_json(plan.to_json()) == plan and any("goes by rows" in why for why in plan.why)
-    long = autoshard.plan(Tied(), torch.zeros(16, 150, dtype=torch.long), config(0), HOSTS)
-    assert not long.tied
+    assert not autoshard.plan(Tied(), torch.zeros(16, 150, dtype=torch.long), config(0), HOSTS).tied
+    early = autoshard.plan(Summed(), torch.zeros(2, 8, dtype=torch.long), config(0), HOSTS)
+    assert not early.tied  # nothing would be reduced until the last gradient is there
     with pytest.raises(PlanError, match="tied: 'words.weight' is in sparse too"):
         replace(plan, sparse=plan.tied)
     with pytest.raises(PlanError, match="tied: 'no.weight' is not legal"):

@@ -1,6 +1,6 @@
-"""Decision: whether the group that is gathered first goes as two, or the next one where that is of one parameter. Nothing is computed while forward waits for it, and nothing while
-its gradients, backward's last, are reduced; of two, what is used first is computed with while the other comes, and the other's gradients
-go while the first's are computed. A block that is a graph of its own takes all of its parameters at once, so there it would be of no use;
+"""Decision: whether the group that is gathered first goes as two, or the next one where that is of one parameter. Nothing is computed while
+forward waits for it, and nothing while its gradients, backward's last, are reduced; of two, what is used first is computed with while the
+other comes, and the other's gradients go while the first's are computed. A block that is a graph of its own takes all of its parameters at once, so there it would be of no use;
 and on GPUs, whose links are faster than they compute, it was never measured."""
 
 from __future__ import annotations
