@@ -19,7 +19,8 @@ from autoshard.errors import UnsupportedError
 class ParameterInfo:
     """One parameter. Shared (tied) parameters appear once, under their first name. last_use: its place in the order in which
     forward is done with parameters, the reverse of that in which backward needs them. looked_up: how many rows of it a process's
-    batch asked for, if it is used as an embedding's weight, and as that once; else 0. tied: it is used otherwise too, as a head's weight."""
+    batch asked for, if it is used as an embedding's weight, and as that once; else 0. tied: it is used otherwise too, as a head's weight
+    is."""
 
     name: str
     shape: tuple[int, ...]

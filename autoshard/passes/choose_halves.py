@@ -1,7 +1,7 @@
 """Decision: whether the group that is gathered first goes as two, or the next one where that is of one parameter. Nothing is computed while
 forward waits for it, and nothing while its gradients, backward's last, are reduced; of two, what is used first is computed with while the
-other comes, and the other's gradients go while the first's are computed. A block that is a graph of its own takes all of its parameters at once, so there it would be of no use;
-and on GPUs, whose links are faster than they compute, it was never measured."""
+other comes, and the other's gradients go while the first's are computed. A block that is a graph of its own takes all of its parameters at
+once, so there it would be of no use; and on GPUs, whose links are faster than they compute, it was never measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def choose_halves(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     halves = _halves(plan, plan.groups[first], inventory)
     parted = replace(plan, groups=(*plan.groups[:first], *halves, *plan.groups[first + 1 :]))
     taken = {group.name for group in plan.groups}.intersection(half.name for half in halves)
-    if len(halves) < 2 or taken or not _pays(costs[first], costs_of(replace(begins, groups=parted.groups), inventory)[first : first + 2], cluster):
+    each = costs_of(replace(begins, groups=parted.groups), inventory)[first : first + 2]
+    if len(halves) < 2 or taken or not _pays(costs[first], each, cluster):
         return plan
     sent = bytes_text(costs[first].brought)
     return parted.because(f"{plan.groups[first].name}, {sent} that nothing is computed beside, goes in two parts")

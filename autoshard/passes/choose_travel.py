@@ -132,8 +132,8 @@ def _with_sparse(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     if names:
         plan = replace(plan, sparse=names).because(f"of {', '.join(names)} only rows that are looked up travel, which are few")
     if tied:
-        why = f"of {', '.join(tied)} what is looked up, and its gradient, goes by rows, which are few: the rest has all of forward and backward to hide in"
-        plan = replace(plan, tied=tied).because(why)
+        why = "what is looked up, and its gradient, goes by rows, which are few: the rest has all of forward and backward to hide in"
+        plan = replace(plan, tied=tied).because(f"of {', '.join(tied)} {why}")
     return plan
 
 

@@ -6,8 +6,9 @@ otherwise, finds what to look up in what it gathers first, or has a gradient of 
 tied only a graph that looks up in it: one process that does and another that does not are refused for the order of their collectives.
 
 [Note: Tied embeddings] A gradient is a sum, and so is its mean. Of a head's weight that is an embedding too, the head's part is there when
-backward begins, and is reduced beside all of it; what the lookup adds is there at the end, and is few rows. As one sum all of the parameter, mostly the
-largest, would travel when there is nothing left to hide it. So forward begins with rows too, and gathers the head's weight when it comes to it.
+backward begins, and is reduced beside all of it; what the lookup adds is there at the end, and is few rows. As one sum all of the
+parameter, mostly the largest, would travel when there is nothing left to hide it. So forward begins with rows too, and gathers the head's
+weight when it comes to it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _reduce_apart(reduction: Node, gradient: Node, told: tuple[Any, ...], where:
     for node in (rows, both):
         node.meta.update(reduction.meta)
     reduction.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
-    if reduction.args[0] is total:
+    if reduction.args[0] is total and others.op != "placeholder":  # type: ignore[union-attr]
         others.append(reduction)  # type: ignore[union-attr]
     else:
         reduction.append(both)
