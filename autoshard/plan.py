@@ -229,7 +229,7 @@ class Plan:
             raise PlanError("plan: node: groups name ranks; legal only where all processes hold rows")
 
     def _check_sparse(self) -> None:
-        for kind, name in [*(("sparse", name) for name in self.sparse), *(("tied", name) for name in self.tied)]:
+        for kind, name in (*(("sparse", n) for n in self.sparse), *(("tied", n) for n in self.tied)):
             if name not in self.group_of or not self.may_send_rows(self.group_of[name]):
                 raise PlanError(
                     f"plan: {kind}: {name!r} is not legal; legal: parameters that all processes have whole, or whose rows all of them share, "

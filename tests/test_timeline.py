@@ -156,11 +156,16 @@ def longest_path(drawn: Drawn) -> float:
     return max(nx.dag_longest_path_length(graph.subgraph(nx.ancestors(graph, before) | {before}), "taken"), 0.0)
 
 
+def waited(line: timeline.Timeline) -> float:
+    return sum(span.end - span.start for span in line.spans if span.stream == "wait")
+
+
 @given(programs())
 def test_a_step_is_the_longest_path_through_what_must_be_in_turn(drawn: Drawn) -> None:
     line = drawn.simulated(timeline.ALONE)
     assert line.seconds == pytest.approx(longest_path(drawn))
     assert line.exposed == pytest.approx(line.seconds - line.compute)
+    assert line.exposed == pytest.approx(waited(line))
 
 
 @given(programs(), st.sampled_from([0.25, 0.5]))
@@ -171,6 +176,7 @@ def test_most_processes_wait_for_the_slowest(drawn: Drawn, skew: float) -> None:
     assert line.seconds == pytest.approx(slowest.simulated(timeline.ALONE).seconds)
     assert line.compute == pytest.approx(drawn.simulated(timeline.ALONE).compute)
     assert line.exposed == pytest.approx(line.seconds - line.compute)
+    assert -1e-9 <= line.exposed - waited(line) <= skew * line.compute + 1e-9  # the rest of what it is ahead, for the next step
     through = {span.operation: span.end for span in line.spans if span.stream == "link"}
     process = [span for span in line.spans if span.stream != "link"]
     assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(process))

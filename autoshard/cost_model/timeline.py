@@ -129,12 +129,12 @@ def simulate(
 
 @dataclass
 class _Walk:
-    """Through a program: what the time is, and until when each link is busy. now: of the slowest process; ahead: seconds by which one as
-    fast as most is. flights: of collectives, by operation; issued: which of them gives a piece."""
+    """Through a program: what the time is, and until when each link is busy. now: of the slowest process; own: of one as fast as
+    most. flights: of collectives, by operation; issued: which of them gives a piece."""
 
     sharing: Sharing
     now: float = 0.0
-    ahead: float = 0.0
+    own: float = 0.0
     links: dict[Link, float] = field(default_factory=dict)
     compute: float = 0.0
     communication: float = 0.0
@@ -144,11 +144,9 @@ class _Walk:
 
     def wait(self, at: int, pieces: Iterable[int]) -> None:
         end = max((self.flights[self.issued.pop(p)].end for p in pieces if p in self.issued), default=0.0)
-        begin = self.now - self.ahead
-        if end > begin:
-            self.spans.append(Span(at, "wait", begin, end))
-            self.now = max(self.now, end)
-            self.ahead = self.now - end
+        if end > self.own:
+            self.spans.append(Span(at, "wait", self.own, end))
+            self.own, self.now = end, max(self.now, end)
 
     def issue(self, at: int, makes: Iterable[int], seconds: float, link: Link, asking: float = 0.0) -> None:
         start = max(self.links.get(link, 0.0), self.now + self.sharing.wake)
@@ -171,10 +169,9 @@ class _Walk:
 
     def _compute(self, at: int, slowest: float, most: float) -> None:
         """So many seconds of the slowest process, and of most."""
-        begin = self.now - self.ahead
-        self.spans.append(Span(at, "compute", begin, begin + most))
+        self.spans.append(Span(at, "compute", self.own, self.own + most))
         self.now += slowest
-        self.ahead += slowest - most
+        self.own += most
         self.compute += most
 
     def _delay(self, both: float) -> None:

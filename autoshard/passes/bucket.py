@@ -59,10 +59,14 @@ class Bucket:
         reduced = self._grouped(gm, graphs.REDUCE_GRAD, 4, whole, context, reverse=True)
         rank = context.plan.rank_of
         sparse = [[n] for n in sorted(graphs.calls(gm, REDUCE_ROWS), key=lambda n: -rank[str(n.args[4])])]
-        turns = [*((order, m) for m in low_rank), *((whole, m) for m in reduced), *((order, m) for m in sparse)]
+
+        def turn(members: list[Node]) -> int:
+            return (whole if graphs.is_call(members[0], graphs.REDUCE_GRAD) else order)[str(members[0].args[4])]
+
         last: Node | None = None
-        for turn, members in sorted(((by[str(m[0].args[4])], m) for by, m in turns), key=lambda found: -found[0]):
-            last = _PUT[members[0].target](gm, members, last, turn)
+        for members in sorted([*low_rank, *reduced, *sparse], key=lambda m: -turn(m)):
+            put = _PUT[members[0].target]
+            last = put(gm, members, last, turn(members))
         return gm
 
     def _grouped(

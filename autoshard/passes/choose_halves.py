@@ -32,7 +32,7 @@ def choose_halves(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     parted = replace(plan, groups=(*plan.groups[:first], *halves, *plan.groups[first + 1 :]))
     taken = {group.name for group in plan.groups}.intersection(half.name for half in halves)
     each = costs_of(replace(begins, groups=parted.groups), inventory)[first : first + 2]
-    if len(halves) < 2 or taken or not _pays(costs[first], each, cluster):
+    if taken or not _pays(costs[first], each, cluster):
         return plan
     sent = bytes_text(costs[first].brought)
     return parted.because(f"{plan.groups[first].name}, {sent} that nothing is computed beside, goes in two parts")
@@ -50,7 +50,7 @@ def _halves(plan: Plan, group: ParameterGroup, inventory: Inventory) -> list[Par
     infos = {p.name: p for p in inventory.parameters}
     ends = list(itertools.accumulate(0 if name in plan.by_rows else infos[name].elements for name in group.parameters))
     count = max(1, sum(2 * end <= ends[-1] for end in ends))
-    parts = filter(None, (group.parameters[:count], group.parameters[count:]))
+    parts = group.parameters[:count], group.parameters[count:]
     return [
         replace(group, name=f"{group.name}/{i}", parameters=names, last_use=max(infos[name].last_use for name in names))
         for i, names in enumerate(parts, 1)

@@ -14,7 +14,7 @@ weight when it comes to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,7 +26,7 @@ from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
 EMBEDDING = torch.ops.aten.embedding.default
-ADD = torch.ops.aten.add.Tensor
+_ADD = torch.ops.aten.add.Tensor
 EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
 
 
@@ -96,13 +96,13 @@ def _processes(layout: str, sharded: bool) -> tuple[int, str]:
 
 def _summand(total: Any, indices: Any) -> Node | None:
     """The gradient of what was looked up at these indices, if a gradient is the sum of that and others, which nobody else reads."""
-    if not isinstance(total, Node) or not graphs.is_call(total, ADD) or len(total.users) != 1 or total.kwargs:
+    if not isinstance(total, Node) or not graphs.is_call(total, _ADD) or len(total.users) != 1 or total.kwargs:
         return None
     if len({(v.shape, v.dtype) for v in map(graphs.example, total.all_input_nodes)}) > 1:
         return None
     for part in total.args:
-        if _is_embedding_gradient(part) and part.args[1] is indices:  # type: ignore[union-attr]
-            return part  # type: ignore[return-value]
+        if _is_embedding_gradient(part) and part.args[1] is indices:
+            return part
     return next(filter(None, (_summand(part, indices) for part in total.args)), None)
 
 
@@ -112,7 +112,7 @@ def _reduce_apart(reduction: Node, gradient: Node, told: tuple[Any, ...], where:
     (others,) = (part for part in total.args if part is not gradient)
     with gradient.graph.inserting_before(total):
         rows = gradient.graph.call_function(REDUCE_ROWS, (*gradient.args[:2], shape, dtype, name, *told, gradient.args[3], *where))
-        both = gradient.graph.call_function(ADD, (reduction, rows))
+        both = gradient.graph.call_function(_ADD, (reduction, rows))
     for node in (rows, both):
         node.meta.update(reduction.meta)
     reduction.replace_all_uses_with(both, delete_user_cb=lambda user: user is not both)
@@ -148,10 +148,10 @@ def _at_once(indices: Node) -> bool:
 def _embedding_gradient(reduction: Node | None) -> Node | None:
     """What it reduces, if that is an embedding's gradient and read by nobody else."""
     found = reduction.args[0] if reduction is not None else None
-    return found if _is_embedding_gradient(found) else None  # type: ignore[return-value]
+    return found if _is_embedding_gradient(found) else None
 
 
-def _is_embedding_gradient(found: Any) -> bool:
+def _is_embedding_gradient(found: Any) -> TypeGuard[Node]:
     """That nobody else reads."""
     return isinstance(found, Node) and graphs.is_call(found, EMBEDDING_BACKWARD) and len(found.users) == 1 and not found.args[4]
 

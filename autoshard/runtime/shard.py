@@ -89,7 +89,7 @@ class Sharder:
     def _planned(self, group: ParameterGroup, name: str) -> object:
         """What the plan says of a parameter that its layout does not, where the model may be compiled in pieces: see [Note: What a
         module shows]."""
-        return (group.degrees.parameter, name in self.plan.by_rows) if self.plan.covered < 1 else None
+        return (group.degrees.parameter, name in self.plan.sparse, name in self.plan.tied) if self.plan.covered < 1 else None
 
     def _group_name(self, axes: Sequence[str]) -> str:
         """The process group over these mesh axes; "" over none."""
