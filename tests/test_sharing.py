@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from autoshard.calibration.messages import BETWEEN, _asking
 from autoshard.calibration.sharing import IN_A_ROW, _beside, _Flight
 from autoshard.cost_model.timeline import MOST, Sharing
 
@@ -49,3 +51,15 @@ def test_hiding_a_gather_takes_no_longer_than_waiting_for_it() -> None:
 def test_a_gather_that_stands_still_beside_compute_ends_all_the_same() -> None:
     machine: Any = Machine(Sharing(interference=0.0, drag=0.99))
     assert _beside(machine, MESSAGE, MATMUL)[1] == MOST
+
+
+def test_what_is_computed_behind_asking_is_not_asking() -> None:
+    asked = list[int]()
+
+    def ask() -> torch.Tensor:
+        asked.append(1)
+        return torch.zeros(1)
+
+    start = time.perf_counter()
+    asking = _asking(ask)
+    assert len(asked) == IN_A_ROW and 0 < asking <= time.perf_counter() - start - IN_A_ROW * BETWEEN

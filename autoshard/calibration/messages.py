@@ -19,6 +19,7 @@ from autoshard.ops.layout import Layout
 
 IN_A_ROW = 3  # collectives
 BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct", "swap_direct")  # whose sends begin in the thread that asks for them
+BETWEEN = 1e-3  # seconds that are computed behind asking for each of those, at least
 PACKED = 8  # parameters
 _functional = torch.ops._c10d_functional
 
@@ -55,20 +56,35 @@ def collectives(device: torch.device, where: Group, group: str) -> Iterable[Row]
             calls["swap_direct"] = lambda whole=whole: SWAP_DIRECT(whole, group)  # type: ignore[misc]
         for name, call in calls.items():
             if name in BEGIN_WHERE_ASKED:
-                yield Row(table_name(f"{name}.issue", where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _issued(call)), IN_A_ROW)  # type: ignore[misc]
+                yield Row(table_name(f"{name}.issue", where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _asking(call)), IN_A_ROW)  # type: ignore[misc]
             yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: in_a_row(call)), IN_A_ROW)  # type: ignore[misc]
 
 
 def in_a_row(call: Callable[[], Tensor]) -> None:
     """Several, to the end of the last one, by the clock."""
-    _issued(call)
+    _wait([call() for _ in range(IN_A_ROW)])
 
 
-def _issued(call: Callable[[], Tensor]) -> float:
-    """Several, and the seconds until they have been asked for."""
-    start = time.perf_counter()
-    flying = [call() for _ in range(IN_A_ROW)]
-    spent = time.perf_counter() - start
+def _asking(call: Callable[[], Tensor]) -> float:
+    """Seconds that asking for several takes, each behind something that is computed, as in a step. Right behind each other, now and then one
+    would wait for the thread that serves the one before: up to a millisecond, several times what asking takes."""
+    spent, flying, a = 0.0, [], torch.ones(128, 128)
+    for _ in range(IN_A_ROW):
+        start = time.perf_counter()
+        flying.append(call())
+        spent += time.perf_counter() - start
+        _compute(a, BETWEEN)
+    _wait(flying)
+    return spent
+
+
+def _compute(a: Tensor, seconds: float) -> None:
+    """Matmuls, for so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        a @ a
+
+
+def _wait(flying: Iterable[Tensor]) -> None:
     for one in flying:
         _functional.wait_tensor(one)
-    return spent

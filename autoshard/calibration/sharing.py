@@ -121,7 +121,7 @@ def _beside(work: _Work, message: Tensor, each: float) -> tuple[float, float]:
         alone = work.flight(message, 0)
         computing = work.computed(much * IN_A_ROW)
         hidden, seen = work.flight(message, much), work.flight(message, little)
-        lost.append((hidden.whole - computing - alone.asking) / alone.waiting)
+        lost.append((hidden.computing + hidden.waiting - computing) / alone.waiting)
         done.append((alone.whole - seen.asking - seen.waiting) / seen.computing)
     share, rate = (together(statistics.median(found)) for found in (lost, done))
     drag = min(max(1 - rate, 0.0), MOST)
