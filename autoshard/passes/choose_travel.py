@@ -32,6 +32,12 @@ def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy:
     return _with_buckets(plan, inventory, cluster)
 
 
+def choose_sums(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
+    """The plan with what of that is about gradients that all processes sum, where more groups became whole."""
+    plan = plan if plan.direct_sums else _with_direct_sums(plan, inventory, cluster)
+    return plan if plan.bucket else _with_buckets(plan, inventory, cluster)
+
+
 def _with_direct(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
     largest = _largest(plan, inventory)
     if largest is None or not choose_direct(largest, cluster):

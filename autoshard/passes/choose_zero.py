@@ -1,6 +1,7 @@
 """Decision: the ZeRO stage, and whether to compute again rather than to save. The stages are looked at in the order of
 their time on the wire, until one fits into the memory budget as it is; the next stands against it if its messages take hardly longer,
-since its optimizer may step less, and so does each of those before that recomputation makes fit. The fastest is taken."""
+since its optimizer may step less, and so does each of those before that recomputation makes fit. The fastest is taken, or one with some
+groups whole (`choose_whole`)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_halves import choose_halves
 from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts, pays
 from autoshard.passes.choose_prefetch import choose_prefetch, waits
-from autoshard.passes.choose_travel import choose_travel
+from autoshard.passes.choose_travel import choose_sums, choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
+from autoshard.passes.choose_whole import choose_whole
 from autoshard.passes.costs import costs_of, scarce_rows
 from autoshard.passes.group_parameters import group_parameters
 from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POWERSGD, Degrees, ParameterGroup, Plan
@@ -75,8 +77,12 @@ def make_plan(
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_unshard(plan, budget, whole, inventory)
 
+    def mixed(plan: Plan) -> Plan:
+        return whole(choose_sums(plan, inventory, where.cluster))
+
     if config.zero == "auto":
-        return choose_prefetch(_choose(plans, inventory, config, where, look, fit), where.budget, whole)
+        chosen, fitting = _choose(plans, inventory, config, where, look, fit)
+        return choose_prefetch(choose_whole(chosen, fitting, where.budget, mixed), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
     plan = _fitted(plan, budget, fit, look) if budget is not None else _in_its_own_memory(plan, fit, look)
@@ -121,8 +127,8 @@ def _check_axes(axes: Axes, world: int) -> None:
 
 def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
-) -> Plan:
-    """Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire; stages
+) -> tuple[Plan, list[Plan]]:
+    """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire; stages
     that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not asked about further; but for the leanest stage,
     of which it is said by how much."""
     looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
@@ -155,8 +161,8 @@ def _choose(
     simulated = len(fitting) > 1 and plans[chosen].predicted.step_seconds is not None
     least = "the least time of those that were simulated and fit" if simulated else "the least time on the wire of those that fit"
     names = _names(config, where.cluster)
-    said = (_reason(name, p, least if i == chosen else "", where.budget) for i, (name, p) in enumerate(zip(names, plans)))
-    return plans[chosen].because(*said)
+    said = [_reason(name, p, least if i == chosen else "", where.budget) for i, (name, p) in enumerate(zip(names, plans))]
+    return plans[chosen].because(*said), [plans[which].because(*said) for which in fitting]
 
 
 def _for_certain(plan: Plan) -> int:

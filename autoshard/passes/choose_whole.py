@@ -1,0 +1,63 @@
+"""Decision: which groups every process has whole, as at stage 0, where the others' rows are shared. What is whole is not gathered, so
+forward waits for less; its gradients are summed for all, which takes a link about twice as long in backward. Where gathers are more than
+forward hides and reductions less than backward does, or the other way round, some groups of each kind take less of a step than all of one.
+
+Groups are looked at in the order in which backward reduces them, since what is reduced first has the longest to hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+from autoshard.passes.choose_prefetch import waits
+from autoshard.passes.choose_unshard import at_most
+from autoshard.plan import Degrees, Plan
+from autoshard.units import counted
+
+LOOKS = 8  # forecasts, each of which takes seconds; where there are more groups, every eighth goes with the first
+EACH = 0.997  # of the time without, at most: a look that spares less is not taken
+WORTH = 0.99  # of the time of the best of one stage, at most
+
+
+def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
+    """The chosen plan, or one of those that fit with some of its groups whole, where its step is shorter. chosen: the fastest of `fitting`,
+    of one stage each. budget: bytes a process; None: no limit is known."""
+    shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early and waits(plan)]
+    if not shared:
+        return chosen
+    found = least = min(shared, key=_seconds)
+    for names in _looks(least):
+        further = forecast(with_whole(found, names))
+        fits = budget is None or at_most(further.predicted) <= budget
+        found = further if fits and _seconds(further) <= EACH * _seconds(found) else found
+    if found is least or _seconds(found) > WORTH * _seconds(chosen):
+        return chosen
+    return found.because(_reason(found, least, chosen))
+
+
+def with_whole(plan: Plan, names: Collection[str]) -> Plan:
+    """The plan with these groups whole in every process."""
+    whole = Degrees.of_stage(0, plan.shard_size)
+    groups = (replace(g, degrees=whole, reduction="reduce_scatter") if g.name in names else g for g in plan.groups)
+    return replace(plan, groups=tuple(groups))
+
+
+def _looks(plan: Plan) -> Iterator[list[str]]:
+    """The shared groups that are looked at together, as far from each other as they can be."""
+    shared = [group for group in plan.groups if group.degrees.optimizer > 1]
+    names = [group.name for group in sorted(shared, key=lambda group: -group.last_use)]
+    yield from (names[first::LOOKS] for first in range(min(LOOKS, len(names))))
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted.step_seconds or 0.0
+
+
+def _reason(found: Plan, least: Plan, chosen: Plan) -> str:
+    whole = sum(now.degrees.stage < before.degrees.stage for now, before in zip(found.groups, least.groups))
+    less = 1 - _seconds(found) / _seconds(chosen)
+    return (
+        f"ZeRO-{found.stage} with {counted(whole, 'group', 'groups')} whole in every process: forward gathers less, and backward has time to sum "
+        f"more; a step of {_seconds(found):.3g} s, {less:.1%} less than the best of one stage"
+    )

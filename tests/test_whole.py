@@ -1,0 +1,139 @@
+"""Groups that every process has whole beside others whose rows are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Plan
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.cluster import with_rate
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.passes.choose_blocks import OWN_GRAPHS
+from autoshard.passes.choose_whole import LOOKS, choose_whole, with_whole
+from autoshard.planning import first_look
+from autoshard.prediction import Prediction
+from tests.cluster import Cluster
+from tests.models import Case, features
+from tests.parity import Distance, measure_case
+from tests.small import TOLERANCE, config, in_full
+from tests.test_halves import Blocks
+
+TWO = Machines(2, 1, DEVICES["cpu"])
+BYTES = 100  # of each whole group
+
+
+def whole_in(plan: Plan) -> list[str]:
+    return [g.name for g in plan.groups if g.degrees.optimizer == 1]
+
+
+class Forecast:
+    """A step is a tenth shorter for each of some groups that are whole, and a tenth longer for each other one."""
+
+    def __init__(self, gains: Collection[str]) -> None:
+        self.gains, self.asked = gains, list[list[str]]()
+
+    def __call__(self, plan: Plan) -> Plan:
+        whole = whole_in(plan)
+        self.asked.append(whole)
+        seconds = {"compute": 1.0, "waiting": 1.0 + 0.1 * sum(-1 if name in self.gains else 1 for name in whole)}
+        return replace(plan, predicted=Prediction({"parameters": BYTES * len(whole)}, seconds=seconds))
+
+
+def _layers(count: int) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(count))})
+
+
+def _look(zero: int, count: int = 4) -> Plan:
+    plan = first_look(_layers(count), config(zero), TWO)
+    return replace(plan, groups=tuple(replace(g, last_use=i) for i, g in enumerate(plan.groups)))
+
+
+def _chosen(forecast: Forecast, stages: Iterable[int] = (1,), budget: int | None = None, **changes: object) -> tuple[Plan, Plan]:
+    """What is chosen of the plans of these stages, and which of them is the fastest."""
+    plans = [forecast(replace(_look(stage), **changes)) for stage in stages]  # type: ignore[arg-type]
+    forecast.asked.clear()
+    best = min(plans, key=lambda plan: plan.predicted.step_seconds or 0.0)
+    return choose_whole(best, plans, budget, forecast), best
+
+
+def test_what_makes_a_step_shorter_is_whole_and_what_is_reduced_first_is_looked_at_first() -> None:
+    forecast = Forecast(["layers.1", "layers.3"])
+    plan, _ = _chosen(forecast)
+    assert whole_in(plan) == ["layers.1", "layers.3"] and plan.stage == 1
+    assert forecast.asked == [["layers.3"], ["layers.2", "layers.3"], ["layers.1", "layers.3"], ["layers.0", "layers.1", "layers.3"]]
+    assert any("with 2 groups whole" in why and "10.0% less" in why for why in plan.why), plan.why
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_stage_0_may_have_been_the_fastest() -> None:
+    """All whole is shorter than none, and some are shorter still."""
+    plan, best = _chosen(Forecast(["layers.1", "layers.2", "layers.3"]), (0, 3))
+    assert best.stage == 0 and whole_in(plan) == ["layers.1", "layers.2", "layers.3"]
+    assert [str(g.degrees) for g in plan.groups if g.name == "layers.0"] == ["2/2/2"]
+
+
+@pytest.mark.parametrize(("gains", "budget", "found"), [([], None, 0), (["layers.1", "layers.2"], 2 * BYTES, 2), (["layers.1", "layers.2"], BYTES, 1)])
+def test_not_where_nothing_is_gained_or_there_is_no_room(gains: list[str], budget: int | None, found: int) -> None:
+    plan, best = _chosen(Forecast(gains), budget=budget)
+    assert len(whole_in(plan)) == found and (found or plan is best)
+
+
+def test_not_where_no_gather_is_waited_for_or_sums_are_no_others() -> None:
+    for changes in ({"compression": "bf16"}, {"early": True}):
+        forecast = Forecast(["layers.1"])
+        plan, best = _chosen(forecast, **changes)
+        assert plan is best and not forecast.asked
+    idle = replace(_look(1), predicted=Prediction(seconds={"compute": 1.0, "waiting": 0.01}))
+    assert choose_whole(idle, [idle], None, Forecast(["layers.1"])) is idle
+    unknown = _look(1)
+    assert choose_whole(unknown, [unknown], None, Forecast(["layers.1"])) is unknown
+
+
+def test_many_groups_are_looked_at_in_few_looks() -> None:
+    count = 3 * LOOKS + 1
+    forecast = Forecast([f"layers.{i}" for i in range(count)])
+    plan = forecast(_look(3, count))
+    forecast.asked.clear()
+    assert len(whole_in(choose_whole(plan, [plan], None, forecast))) == count and len(forecast.asked) == LOOKS
+    assert {len(names) for names in forecast.asked} == {4 + 3 * i for i in range(LOOKS)}
+    assert all(abs(int(a[7:]) - int(b[7:])) >= LOOKS for a in forecast.asked[0] for b in forecast.asked[0] if a != b)
+
+
+def _planned(zero: int | str, mbit: int) -> Plan:
+    cluster = with_rate(TWO, mbit * 1e6 / 8)
+    return autoshard.plan(Blocks(), torch.zeros(512, 512), config(zero), cluster)
+
+
+def test_a_plan_has_groups_of_both_kinds_where_that_is_the_fastest() -> None:
+    plan = _planned("auto", 1000)
+    assert 0 < len(whole_in(plan)) < len(plan.groups) and plan.predicted.step_seconds
+    assert plan.bucket and plan.direct_sums and any("whole in every process" in why for why in plan.why)
+    assert all(plan.predicted.step_seconds < (_planned(stage, 1000).predicted.step_seconds or 0.0) for stage in (0, 1))
+    assert len(whole_in(_planned(1, 1000))) == 0  # a stage that was asked for is that of all groups
+
+
+def _many() -> Blocks:
+    """Of blocks that become graphs of their own."""
+    return Blocks(OWN_GRAPHS, 256)
+
+
+def _distance(make: Callable[[], nn.Module], width: int, settings: autoshard.Config) -> Distance:
+    return measure_case(Case(make, features(4, width), lambda loss: loss), settings)
+
+
+@pytest.mark.parametrize(("zero", "codegen"), [(1, "eager"), (3, "eager"), in_full(2, "eager"), in_full(3, "inductor")])
+@pytest.mark.parametrize(("make", "width"), [(Blocks, 512), (_many, 256)])
+def test_training_is_the_same(two: Cluster, zero: int, codegen: str, make: Callable[[], nn.Module], width: int) -> None:
+    """Losses, gradients, their norm and parameters, by a plan that was made for other machines."""
+    plan = autoshard.plan(make(), torch.zeros(4, width), config(zero), with_rate(TWO, 125e6))
+    plan = replace(with_whole(plan, [g.name for g in plan.groups[1::2]]), bucket=2**17)
+    assert plan.sharded and len(whole_in(plan)) == len(plan.groups) // 2
+    settings = config("auto", plan=plan, codegen=codegen, replicate_below="auto")
+    for distance in two.run(_distance, make, width, settings):
+        assert distance.worst < TOLERANCE, distance
