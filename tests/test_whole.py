@@ -17,7 +17,7 @@ from autoshard.cost_model.hardware import DEVICES
 from autoshard.passes.choose_blocks import OWN_GRAPHS
 from autoshard.passes.choose_whole import LOOKS, choose_whole, with_whole
 from autoshard.planning import first_look
-from autoshard.prediction import Prediction
+from autoshard.prediction import Prediction, Traffic
 from tests.cluster import Cluster
 from tests.models import Case, features
 from tests.parity import Distance, measure_case
@@ -33,16 +33,18 @@ def whole_in(plan: Plan) -> list[str]:
 
 
 class Forecast:
-    """A step is a tenth shorter for each of some groups that are whole, and a tenth longer for each other one."""
+    """A step is a tenth shorter for each of some groups that are whole, and a tenth longer for each other one. waiting: where none is.
+    backward: of reductions."""
 
-    def __init__(self, gains: Collection[str]) -> None:
-        self.gains, self.asked = gains, list[list[str]]()
+    def __init__(self, gains: Collection[str], waiting: float = 1.0, backward: float = 0.5) -> None:
+        self.gains, self.waiting, self.asked = gains, waiting, list[list[str]]()
+        self.traffic = Traffic("all_gather", "forward", 1, 1, 0.5), Traffic("all_to_all", "backward", 1, 1, backward)
 
     def __call__(self, plan: Plan) -> Plan:
         whole = whole_in(plan)
         self.asked.append(whole)
-        seconds = {"compute": 1.0, "waiting": 1.0 + 0.1 * sum(-1 if name in self.gains else 1 for name in whole)}
-        return replace(plan, predicted=Prediction({"parameters": BYTES * len(whole)}, seconds=seconds))
+        seconds = {"compute": 1.0, "waiting": self.waiting + 0.1 * sum(-1 if name in self.gains else 1 for name in whole)}
+        return replace(plan, predicted=Prediction({"parameters": BYTES * len(whole)}, self.traffic, seconds=seconds))
 
 
 def _layers(count: int) -> nn.Module:
@@ -84,15 +86,21 @@ def test_not_where_nothing_is_gained_or_there_is_no_room(gains: list[str], budge
     assert len(whole_in(plan)) == found and (found or plan is best)
 
 
-def test_not_where_no_gather_is_waited_for_or_sums_are_no_others() -> None:
+def test_not_where_sums_are_others_or_nothing_was_simulated() -> None:
     for changes in ({"compression": "bf16"}, {"early": True}):
         forecast = Forecast(["layers.1"])
         plan, best = _chosen(forecast, **changes)
         assert plan is best and not forecast.asked
-    idle = replace(_look(1), predicted=Prediction(seconds={"compute": 1.0, "waiting": 0.01}))
-    assert choose_whole(idle, [idle], None, Forecast(["layers.1"])) is idle
     unknown = _look(1)
     assert choose_whole(unknown, [unknown], None, Forecast(["layers.1"])) is unknown
+
+
+@pytest.mark.parametrize(("waiting", "backward"), [(0.05, 0.5), (1.0, 0.7)])
+def test_nothing_is_simulated_where_little_is_waited_for_or_backward_has_no_time_left(waiting: float, backward: float) -> None:
+    """Of what is computed two thirds are backward's."""
+    forecast = Forecast(["layers.1"], waiting, backward)
+    plan, best = _chosen(forecast)
+    assert plan is best and not forecast.asked
 
 
 def test_many_groups_are_looked_at_in_few_looks() -> None:
@@ -107,15 +115,15 @@ def test_many_groups_are_looked_at_in_few_looks() -> None:
 
 def _planned(zero: int | str, mbit: int) -> Plan:
     cluster = with_rate(TWO, mbit * 1e6 / 8)
-    return autoshard.plan(Blocks(), torch.zeros(512, 512), config(zero), cluster)
+    return autoshard.plan(Blocks(), torch.zeros(256, 512), config(zero), cluster)
 
 
 def test_a_plan_has_groups_of_both_kinds_where_that_is_the_fastest() -> None:
-    plan = _planned("auto", 1000)
+    plan = _planned("auto", 700)
     assert 0 < len(whole_in(plan)) < len(plan.groups) and plan.predicted.step_seconds
     assert plan.bucket and plan.direct_sums and any("whole in every process" in why for why in plan.why)
-    assert all(plan.predicted.step_seconds < (_planned(stage, 1000).predicted.step_seconds or 0.0) for stage in (0, 1))
-    assert len(whole_in(_planned(1, 1000))) == 0  # a stage that was asked for is that of all groups
+    assert all(plan.predicted.step_seconds < (_planned(stage, 700).predicted.step_seconds or 0.0) for stage in (0, 1))
+    assert len(whole_in(_planned(1, 700))) == 0  # a stage that was asked for is that of all groups
 
 
 def _many() -> Blocks:

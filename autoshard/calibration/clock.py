@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from autoshard.calibration.row import Row, Run
 
-SECONDS_EACH = 0.08  # of one row of a table in a pass, at most
+SECONDS_EACH = 0.08  # of one row of a table in a pass, at most, or of three runs
+LONG = 0.3  # seconds of a run that there is one of: a slow link's messages stand still now and then, so one of a shorter run says little
 
 
 def median_of(row: Row, device: torch.device) -> float:
@@ -24,7 +25,7 @@ def median_of(row: Row, device: torch.device) -> float:
     start = time.perf_counter()
     own = timed(next(runs), device)
     once = together(time.perf_counter() - start)
-    if once > SECONDS_EACH:
+    if once > LONG:
         return _mean(own) / row.kernels
     count = max(3, min(200, int(SECONDS_EACH / max(once, 1e-6))))
     batch = max(1, int(1e-3 / max(once, 1e-6)))  # short ones are timed several at once

@@ -1,6 +1,6 @@
 """Decision: which groups every process has whole, as at stage 0, where the others' rows are shared. What is whole is not gathered, so
-forward waits for less; its gradients are summed for all, which takes a link about twice as long in backward. Where gathers are more than
-forward hides and reductions less than backward does, or the other way round, some groups of each kind take less of a step than all of one.
+forward waits for less; its gradients are summed for all, which takes a link about twice as long in backward. Where gathers are waited for, and
+reductions take less than backward computes, some groups of each kind take less of a step than all of one.
 
 Groups are looked at in the order in which backward reduces them, since what is reduced first has the longest to hide.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from autoshard.passes.choose_prefetch import waits
 from autoshard.passes.choose_unshard import at_most
 from autoshard.plan import Degrees, Plan
 from autoshard.units import counted
@@ -18,12 +17,14 @@ from autoshard.units import counted
 LOOKS = 8  # forecasts, each of which takes seconds; where there are more groups, every eighth goes with the first
 EACH = 0.997  # of the time without, at most: a look that spares less is not taken
 WORTH = 0.99  # of the time of the best of one stage, at most
+WAITING = 0.05  # of a step; of who waits less a third would hardly be worth the looks
+BACKWARD = 2 / 3  # of what is computed, as matmuls have it
 
 
 def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
     """The chosen plan, or one of those that fit with some of its groups whole, where its step is shorter. chosen: the fastest of `fitting`,
     of one stage each. budget: bytes a process; None: no limit is known."""
-    shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early and waits(plan)]
+    shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early and _may_gain(plan)]
     if not shared:
         return chosen
     found = least = min(shared, key=_seconds)
@@ -34,6 +35,13 @@ def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, fore
     if found is least or _seconds(found) > WORTH * _seconds(chosen):
         return chosen
     return found.because(_reason(found, least, chosen))
+
+
+def _may_gain(plan: Plan) -> bool:
+    """Whether enough is waited for, and a link has less to do than compute in backward; not where nothing was simulated."""
+    predicted = plan.predicted
+    backward = sum(traffic.seconds for traffic in predicted.traffic if traffic.phase == "backward")
+    return predicted.seconds.get("waiting", 0.0) > WAITING * _seconds(plan) and backward < BACKWARD * predicted.seconds["compute"]
 
 
 def with_whole(plan: Plan, names: Collection[str]) -> Plan:
