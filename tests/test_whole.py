@@ -115,7 +115,7 @@ def test_many_groups_are_looked_at_in_few_looks() -> None:
 
 def _planned(zero: int | str, mbit: int) -> Plan:
     cluster = with_rate(TWO, mbit * 1e6 / 8)
-    return autoshard.plan(Blocks(), torch.zeros(256, 512), config(zero), cluster)
+    return autoshard.plan(Blocks(6, 384), torch.zeros(256, 384), config(zero), cluster)
 
 
 def test_a_plan_has_groups_of_both_kinds_where_that_is_the_fastest() -> None:

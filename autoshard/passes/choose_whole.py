@@ -16,7 +16,7 @@ from autoshard.units import counted
 
 LOOKS = 8  # forecasts, each of which takes seconds; where there are more groups, every eighth goes with the first
 EACH = 0.997  # of the time without, at most: a look that spares less is not taken
-WORTH = 0.99  # of the time of the best of one stage, at most
+WORTH = 0.97  # of the time of the best of one stage, at most: what spares less was measured to be no faster
 WAITING = 0.05  # of a step; of who waits less a third would hardly be worth the looks
 BACKWARD = 2 / 3  # of what is computed, as matmuls have it
 
