@@ -2,7 +2,7 @@
 # make test    the tests that CI runs          make test-all   the whole matrix
 # make check   ruff and strict typing          make bench      side by side with DDP, FSDP2, DeepSpeed
 # make bench-accuracy   predictions beside measurements, on a GPU where there is one: docs/accuracy.md
-# make bench-links      what a line carries, compute beside that, a step's timeline as predicted and as executed, hosts of several processes, compressed gradients: bench/results
+# make bench-links      what a line carries, compute beside that, stages by group, a step's timeline as predicted and as executed, hosts of several processes, compressed gradients: bench/results
 # make bench-recompute  memory against time beside torch's ways to recompute, and peaks beside budgets: bench/results
 # TORCH=2.11.0 any of these on another torch, where there is no GPU; its environment lies beside the first
 
@@ -49,6 +49,7 @@ bench-links: $(VENV)/ready
 	$(BIN)/python bench/sums.py
 	$(BIN)/python bench/lanes.py
 	$(BIN)/python bench/beside.py
+	$(BIN)/python bench/stages.py
 	$(BIN)/python bench/timeline.py
 	$(BIN)/python bench/hierarchy.py
 	$(BIN)/python bench/compression.py

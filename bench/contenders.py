@@ -21,6 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 MESSAGE = 1 << 20  # bytes, of what is sent beside a step
 RANK = 4  # of the matrices that PowerSGD sends
+CALIBRATED = "BENCH_CLUSTER"  # in the environment: the file of what the machines were measured to be
 
 
 class Contender(NamedTuple):
@@ -169,6 +170,11 @@ CONTENDERS: dict[str, Callable[[], Contender]] = {
     "autoshard_auto": partial(autoshard_zero, "auto"),
 }
 
+# Where machines were calibrated (see stages.py).
+MEASURED: dict[str, Callable[[], Contender]] = {
+    "autoshard_calibrated": lambda: autoshard_zero("auto", cluster=os.environ[CALIBRATED]),
+}
+
 # Where hosts have several processes.
 HIERARCHIES: dict[str, Callable[[], Contender]] = {
     f"autoshard{stage}_{hierarchy}": partial(autoshard_zero, stage, hierarchy=hierarchy)
@@ -207,7 +213,7 @@ COMPRESSIONS: dict[str, Callable[[], Contender]] = {
 # Where a link carries something beside compute (see beside.py).
 BESIDE: dict[str, Callable[[], Contender]] = {f"compute_beside{stage}": partial(compute_beside, stage) for stage in (0, 3)}
 
-POSSIBLE = CONTENDERS | BESIDE | HIERARCHIES | EARLY | BUDGETED | PARTED | COMPRESSIONS
+POSSIBLE = CONTENDERS | MEASURED | BESIDE | HIERARCHIES | EARLY | BUDGETED | PARTED | COMPRESSIONS
 
 
 def side_of(name: str) -> str:

@@ -66,8 +66,8 @@ def in_a_row(call: Callable[[], Tensor]) -> None:
 
 
 def _asking(call: Callable[[], Tensor]) -> float:
-    """Seconds that asking for several takes, each behind something that is computed, as in a step. Right behind each other, now and then one
-    would wait for the thread that serves the one before: up to a millisecond, several times what asking takes."""
+    """Seconds that asking for several takes, each behind something that is computed, as in a step. Right behind each other, now and then
+    one would wait for the thread that serves the one before: up to a millisecond, several times what asking takes."""
     spent, flying, a = 0.0, [], torch.ones(128, 128)
     for _ in range(IN_A_ROW):
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Decision: which groups every process has whole, as at stage 0, where the others' rows are shared. What is whole is not gathered, so
-forward waits for less; its gradients are summed for all, which takes a link about twice as long in backward. Where gathers are waited for, and
-reductions take less than backward computes, some groups of each kind take less of a step than all of one.
+forward waits for less; its gradients are summed for all, which takes a link about twice as long in backward. Where gathers are waited
+for, and reductions take less than backward computes, some groups of each kind take less of a step than all of one.
 
 Groups are looked at in the order in which backward reduces them, since what is reduced first has the longest to hide.
 """
@@ -66,6 +66,6 @@ def _reason(found: Plan, least: Plan, chosen: Plan) -> str:
     whole = sum(now.degrees.stage < before.degrees.stage for now, before in zip(found.groups, least.groups))
     less = 1 - _seconds(found) / _seconds(chosen)
     return (
-        f"ZeRO-{found.stage} with {counted(whole, 'group', 'groups')} whole in every process: forward gathers less, and backward has time to sum "
-        f"more; a step of {_seconds(found):.3g} s, {less:.1%} less than the best of one stage"
+        f"ZeRO-{found.stage} with {counted(whole, 'group', 'groups')} whole in every process: forward gathers less, and backward has time "
+        f"to sum more; a step of {_seconds(found):.3g} s, {less:.1%} less than the best of one stage"
     )

@@ -128,9 +128,9 @@ def _check_axes(axes: Axes, world: int) -> None:
 def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
 ) -> tuple[Plan, list[Plan]]:
-    """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for one more that is hardly longer on the wire; stages
-    that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not asked about further; but for the leanest stage,
-    of which it is said by how much."""
+    """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
+    one more that is hardly longer on the wire; stages that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not
+    asked about further; but for the leanest stage, of which it is said by how much."""
     looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
