@@ -32,7 +32,7 @@ def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, fore
         further = forecast(with_whole(found, names))
         fits = budget is None or at_most(further.predicted) <= budget
         found = further if fits and _seconds(further) <= EACH * _seconds(found) else found
-    if found is least or _seconds(found) > WORTH * _seconds(chosen):
+    if _seconds(found) > WORTH * _seconds(chosen):  # the least is no faster than the chosen one
         return chosen
     return found.because(_reason(found, least, chosen))
 
