@@ -1,4 +1,5 @@
-"""One process of bench/timeline.py: timeline_worker.py CASE-AS-JSON OUT. Rank 0 writes what torch's profiler saw in each process."""
+"""One process of bench/timeline.py: timeline_worker.py CASE-AS-JSON PLAN OUT. Rank 0 writes what each process measured: steps that
+nobody watched, and what torch's profiler saw of others."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).parent))
 
 import accuracy_worker  # noqa: E402
-import contenders  # noqa: E402
 import worker  # noqa: E402
 import zoo  # noqa: E402
 from compared import Case  # noqa: E402
@@ -52,17 +53,42 @@ def _event(event: dict[str, Any], begin: float) -> Event:
     return event["name"].removeprefix("gloo:"), start, start + event["dur"] / 1e6
 
 
-def profiled(made: contenders.Contender, batch: Any) -> list[dict[str, Any]]:
-    """Some steps, each from the moment that all ranks are ready."""
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of one step, from the moment that all ranks are ready, by the clock and of this thread on a processor."""
+    dist.barrier()
+    start, computed = time.perf_counter(), time.thread_time()
+    step()
+    return time.perf_counter() - start, time.thread_time() - computed
+
+
+def medians(steps: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Of both."""
+    seconds, computed = zip(*steps)
+    return statistics.median(seconds), statistics.median(computed)
+
+
+def profiled(step: Callable[[], object]) -> tuple[list[dict[str, Any]], float]:
+    """What the profiler saw of some steps, and the seconds that one of them took this thread on a processor."""
+
+    def marked() -> None:
+        with record_function(MARK):
+            step()
+
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(PROFILED):
-            dist.barrier()
-            with record_function(MARK):
-                made.step(batch)
+        _, computed = medians(timed(marked) for _ in range(PROFILED))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return steps_of(json.loads(path.read_text()))
+        return steps_of(json.loads(path.read_text())), computed
+
+
+def measure(step: Callable[[], object]) -> dict[str, Any]:
+    """Of this process. plain: seconds of a step that nobody watches; watching: what the profiler takes of this thread in one."""
+    for _ in range(WARM_UP):
+        step()
+    plain, computed = medians(timed(step) for _ in range(ROUNDS))
+    steps, watched = profiled(step)
+    return {"plain": plain, "watching": watched - computed, "steps": steps}
 
 
 def main() -> None:
@@ -72,14 +98,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     made = accuracy_worker.contender(case, sys.argv[2])
     batch: Any = zoo.MODELS[case.model][1](case.batch, torch.Generator().manual_seed(dist.get_rank()))
-    for _ in range(WARM_UP):
-        made.step(batch)
-    plain = statistics.median(worker._timed(made, batch)[0] for _ in range(ROUNDS))
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, profiled(made, batch))
-    found = {"plain": plain, "ranks": ranks}
+    dist.all_gather_object(ranks, measure(lambda: made.step(batch)))
     if dist.get_rank() == 0:
-        Path(sys.argv[3]).write_text(json.dumps(found))
+        Path(sys.argv[3]).write_text(json.dumps(ranks))
     dist.barrier()
     time.sleep(worker.EXIT_SECONDS)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.calibration.messages import BETWEEN, _asking
+from autoshard.calibration.messages import ASKED, BETWEEN, _asking
 from autoshard.calibration.sharing import IN_A_ROW, _beside, _Flight
 from autoshard.cost_model.timeline import MOST, Sharing
 
@@ -61,5 +61,9 @@ def test_what_is_computed_behind_asking_is_not_asking() -> None:
         return torch.zeros(1)
 
     start = time.perf_counter()
-    asking = _asking(ask)
-    assert len(asked) == IN_A_ROW and 0 < asking <= time.perf_counter() - start - IN_A_ROW * BETWEEN
+    asking = _asking(ask, ASKED)
+    assert len(asked) == ASKED and 0 < ASKED * asking <= 2 * (time.perf_counter() - start - ASKED * BETWEEN)
+
+
+def test_asking_while_a_message_is_served_is_waiting() -> None:
+    assert _Flight.of([0.125, 2.125, 0.125], 1.0, 0.5) == _Flight(asking=0.375, computing=1.0, waiting=2.5)

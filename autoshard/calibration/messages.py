@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable
 
@@ -18,8 +19,9 @@ from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 
 IN_A_ROW = 3  # collectives
+ASKED, SMALL = 8, 2**18  # collectives that are asked for as in a step, and numbers of a process up to which they are that many: larger ones last
 BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct", "swap_direct")  # whose sends begin in the thread that asks for them
-BETWEEN = 1e-3  # seconds that are computed behind asking for each of those, at least
+BETWEEN = 3e-3  # seconds that are computed behind asking for each of those, at least: as in a backward of a hundred milliseconds
 PACKED = 8  # parameters
 _functional = torch.ops._c10d_functional
 
@@ -56,7 +58,8 @@ def collectives(device: torch.device, where: Group, group: str) -> Iterable[Row]
             calls["swap_direct"] = lambda whole=whole: SWAP_DIRECT(whole, group)  # type: ignore[misc]
         for name, call in calls.items():
             if name in BEGIN_WHERE_ASKED:
-                yield Row(table_name(f"{name}.issue", where), 4 * n * size, lambda call=call: itertools.repeat(lambda: _asking(call)), IN_A_ROW)  # type: ignore[misc]
+                count = ASKED if n <= SMALL else IN_A_ROW
+                yield Row(table_name(f"{name}.issue", where), 4 * n * size, lambda call=call, count=count: itertools.repeat(lambda: _asking(call, count)))  # type: ignore[misc]
             yield Row(table_name(name, where), 4 * n * size, lambda call=call: itertools.repeat(lambda: in_a_row(call)), IN_A_ROW)  # type: ignore[misc]
 
 
@@ -65,17 +68,17 @@ def in_a_row(call: Callable[[], Tensor]) -> None:
     _wait([call() for _ in range(IN_A_ROW)])
 
 
-def _asking(call: Callable[[], Tensor]) -> float:
-    """Seconds that asking for several takes, each behind something that is computed, as in a step. Right behind each other, now and then
-    one would wait for the thread that serves the one before: up to a millisecond, several times what asking takes."""
-    spent, flying, a = 0.0, [], torch.ones(128, 128)
-    for _ in range(IN_A_ROW):
+def _asking(call: Callable[[], Tensor], count: int) -> float:
+    """Seconds that asking takes: the median of so many, each behind something that is computed, as in a step. One that comes while the
+    thread that serves those before is at work waits for it, up to some milliseconds; that is in `Sharing.interference`."""
+    asked, flying, a = list[float](), [], torch.ones(128, 128)
+    for _ in range(count):
         start = time.perf_counter()
         flying.append(call())
-        spent += time.perf_counter() - start
+        asked.append(time.perf_counter() - start)
         _compute(a, BETWEEN)
     _wait(flying)
-    return spent
+    return statistics.median(asked)
 
 
 def _compute(a: Tensor, seconds: float) -> None:

@@ -19,7 +19,7 @@ from autoshard.ops.direct import GATHER_DIRECT
 
 TOGETHER = 0.03  # seconds of a message beside which compute is measured, at most
 COVERED = 1.5  # times as long as a message takes is computed where nothing of it is to be left
-BESIDE, BEHIND = 7, 40  # rounds of each measurement
+BESIDE, BEHIND = 31, 40  # rounds of each measurement
 # Seconds of compute before processes meet, in a block and in a step. Somebody is a millisecond or two late after however little all compute,
 # from about 2 ms on: that is in `wake`. As a share of what is computed it would be 0.2 of a block, where of a step 0.03 are left.
 BLOCK, STEP = 0.005, 0.1
@@ -28,11 +28,18 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class _Flight:
-    """Seconds that gathers take of a process: to be asked for, what is computed beside them, and then to be waited for."""
+    """Seconds that gathers take of a process: to be asked for, what is computed beside them, and to be waited for, then or by asking for
+    one while the thread that serves the one before is at work."""
 
     asking: float
     computing: float
     waiting: float
+
+    @staticmethod
+    def of(asked: Sequence[float], computing: float, waited: float) -> _Flight:
+        """asked: seconds that each took to ask for. What one takes longer than most is waiting."""
+        asking = statistics.median(asked) * len(asked)
+        return _Flight(asking, computing, waited + sum(asked) - asking)
 
     @property
     def whole(self) -> float:
@@ -73,14 +80,14 @@ class _Work:
 
     def flight(self, part: Tensor, count: int) -> _Flight:
         """Several gathers that all processes begin at once, so many matmuls behind asking for each."""
-        asking, computing, flying = 0.0, 0.0, []
+        asked, computing, flying = list[float](), 0.0, []
         dist.barrier()
         for _ in range(IN_A_ROW):
             start = time.perf_counter()
             flying.append(self.gather(part))
-            asking += time.perf_counter() - start
+            asked.append(time.perf_counter() - start)
             computing += self.compute(count) if count else 0.0
-        return _Flight(asking, computing, sum(self.wait(one) for one in flying))
+        return _Flight.of(asked, computing, sum(self.wait(one) for one in flying))
 
     def wait(self, flying: Tensor) -> float:
         """The rest of one."""
