@@ -27,7 +27,7 @@ from autoshard.cost_model.cluster import (
 )
 from autoshard.cost_model.collectives import Group, table_name
 from autoshard.cost_model.hardware import DEVICES, Link, device_named_like, is_known
-from autoshard.cost_model.kernels import REACHED_BANDWIDTH, REACHED_FLOPS, seconds
+from autoshard.cost_model.kernels import seconds
 from autoshard.cost_model.work import Work
 from autoshard.errors import ClusterError
 
@@ -123,12 +123,12 @@ def test_a_measured_rate_is_that_of_the_slowest_links_and_near_ones_are_the_same
     assert with_rate(two, 118e6) == with_rate(two, 123e6) != with_rate(two, 24e6)
 
 
-def test_kernels_reach_a_part_of_what_a_processor_was_measured_to() -> None:
+def test_kernels_reach_what_a_processor_was_measured_to() -> None:
     cpu = Cluster(2, 1, DEVICES["cpu"])
     found = with_processor(cpu, {"fp32": 90e9}, 24e9)
     matmul, sum = Work("matmul", flops=9e9, read=8, written=4), Work("pointwise", flops=0, read=2e9, written=1e9)
-    assert seconds(matmul, found.device) == pytest.approx(0.1 / REACHED_FLOPS, rel=0.2)
-    assert seconds(sum, found.device) == pytest.approx(3e9 / 24e9 / REACHED_BANDWIDTH, rel=0.2)
+    assert seconds(matmul, found.device) == pytest.approx(0.1, rel=0.2)
+    assert seconds(sum, found.device) == pytest.approx(3e9 / 24e9, rel=0.2)
     assert found.device.flops["bf16"] == cpu.device.flops["bf16"] and found.device.across == cpu.device.across
     assert with_processor(cpu, {"fp32": 92e9}, 25e9) == found != with_processor(cpu, {"fp32": 30e9}, 24e9)
 

@@ -16,7 +16,7 @@ import yaml
 from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
-from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, is_table
+from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, REACHED_BANDWIDTH, REACHED_FLOPS, is_table
 from autoshard.errors import ClusterError
 
 
@@ -129,10 +129,11 @@ def with_rate(cluster: Cluster, rate: float) -> Cluster:
 
 
 def with_processor(cluster: Cluster, flops: Mapping[str, float], bandwidth: float) -> Cluster:
-    """The cluster, where matmuls that are all that is computed reach so many operations a second, by dtype, and sums so many bytes, of
-    which a step's kernels reach a part as of any peak. Rounded as rates of links are."""
-    peaks = {dtype: _rounded(rate) for dtype, rate in flops.items()}
-    device = replace(cluster.device, flops={**cluster.device.flops, **peaks}, bandwidth=_rounded(bandwidth))
+    """The cluster, where matmuls of what lies in no cache reach so many operations a second, by dtype, and sums so many bytes: a step's
+    kernels do too, so the peaks of which they reach a part are above these. Rounded as rates of links are."""
+    peaks = {dtype: _rounded(rate) / REACHED_FLOPS for dtype, rate in flops.items()}
+    peak = _rounded(bandwidth) / REACHED_BANDWIDTH
+    device = replace(cluster.device, flops={**cluster.device.flops, **peaks}, bandwidth=peak)
     return replace(cluster, device=device)
 
 

@@ -9,9 +9,10 @@ that share a core each have half of it.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from autoshard.dtypes import dtype_named
 
 SIDE, NUMBERS = 512, 1 << 22  # of matmuls, large enough for several threads; of a sum, which no cache near a processor holds
-TIMES = 15
+TIMES = 15  # of each; matmuls of as many tensors, since a step's weights and activations do not lie in the caches either
 DTYPES = ("fp32", "bf16")
 
 
@@ -39,18 +40,19 @@ def processor_here() -> Processor:
 @functools.cache
 def _with_threads(count: int) -> Processor:
     with torch.autocast("cpu", enabled=False):
-        flops = {name: 2 * SIDE**3 / _usual(_matmul(dtype_named(name))) for name in DTYPES}
+        flops = {name: 2 * SIDE**3 / _usual(_matmuls(dtype_named(name))) for name in DTYPES}
         a, b, c = (torch.ones(NUMBERS, dtype=torch.float32, device="cpu") for _ in range(3))
-        return Processor(flops, 3 * a.nbytes / _usual(lambda: torch.add(a, b, out=c)))
+        return Processor(flops, 3 * a.nbytes / _usual(itertools.repeat(lambda: torch.add(a, b, out=c))))
 
 
-def _matmul(dtype: torch.dtype) -> Callable[[], object]:
-    a = torch.ones(SIDE, SIDE, dtype=dtype, device="cpu")
-    return lambda: a @ a
+def _matmuls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    sets = [[torch.ones(SIDE, SIDE, dtype=dtype, device="cpu") for _ in range(3)] for _ in range(TIMES)]
+    for a, b, c in itertools.cycle(sets):
+        yield functools.partial(torch.matmul, a, b, out=c)
 
 
-def _usual(work: Callable[[], object]) -> float:
-    return statistics.median([_timed(work) for _ in range(1 + TIMES)][1:])  # the first one warms up
+def _usual(work: Iterator[Callable[[], object]]) -> float:
+    return statistics.median([_timed(next(work)) for _ in range(1 + TIMES)][1:])  # the first one warms up
 
 
 def _timed(work: Callable[[], object]) -> float:
