@@ -1,4 +1,5 @@
-"""Steps of one stage for all groups, beside what is chosen for machines as they were calibrated, where groups may have stages of their own.
+"""Steps of one stage for all groups, beside what is chosen: for machines that nobody has calibrated, and as they were calibrated, where
+groups may have stages of their own.
 
     python bench/stages.py [--rounds 15]
 
@@ -22,7 +23,7 @@ import table  # noqa: E402
 from autoshard.cost_model.cluster import Cluster  # noqa: E402
 
 MBIT = 1000
-NAMES = ("compute", "autoshard0", "autoshard1", "autoshard3", "autoshard_calibrated")
+NAMES = ("compute", "autoshard0", "autoshard1", "autoshard3", "autoshard_auto", "autoshard_calibrated")
 COMPARED = table.Comparison("stages", "Stages by group", NAMES, "compute", str(MBIT))
 
 

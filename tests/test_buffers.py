@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import batches_of
-from tests.small import compiled_pair, config, inputs_of
+from tests.small import compiled_pair, config, inputs_of, what_is_said
 
 
 def local_buffers() -> tuple[Tensor, Tensor]:
@@ -190,3 +191,108 @@ def test_on_one_process_a_replaced_buffer_is_left_alone() -> None:
     for x in torch.ones(3, 4, 8):
         compiled(x).backward()
     torch.testing.assert_close(model.mean, torch.full((8,), 0.875))
+
+
+class Written(nn.Module):
+    """Writes to its buffer behind its graph: in a piece without parameters, in Python, or as torch.nn does where it breaks the graph."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8, momentum=None if where == "norm" else 0.1)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.where == "norm":
+            return self.norm(x)  # its momentum is 1 / a number in a tensor, which no graph has
+        if self.training and self.where == "piece":
+            torch._dynamo.graph_break()
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        elif self.training:
+            self.keep(x.detach())
+        return x - self.mean
+
+    @torch.compiler.disable
+    def keep(self, x: Tensor) -> None:
+        self.mean.lerp_(x.mean(0), 0.5)
+
+
+def written_buffers(where: str, zero: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """An evaluation of one input behind some steps with inputs that differ, its buffers then, and both as rank 0 alone has them."""
+    torch._dynamo.reset()
+    model, plain, compiled = compiled_pair(config(zero), lambda: Written(where))
+    for x in inputs_of(3):
+        compiled(x[dist.get_rank()]).pow(2).mean().backward()
+        plain(x[0])
+    x = inputs_of(1)[0, 0]
+    found = []
+    for called, module in ((compiled, model), (plain, plain)):
+        module.eval()
+        with torch.no_grad():
+            out = called(x)
+        found.append([out, *(b.clone() for b in module.buffers())])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("where", ["piece", "python", "norm"])
+def test_a_buffer_that_is_written_behind_a_graph_is_rank_0_s_at_the_next_call(two: Cluster, where: str, zero: int) -> None:
+    for found, expected in two.run(written_buffers, where, zero):
+        torch.testing.assert_close(found, expected)
+
+
+def loaded_buffers() -> tuple[Tensor, Tensor]:
+    """What a state dict that differs between processes leaves in buffers behind a call."""
+    model, plain, compiled = compiled_pair(config(1), lambda: Written("norm"))
+    compiled(inputs_of(1)[0, 0])
+    rank = dist.get_rank()
+    model.load_state_dict({name: value + rank if value.is_floating_point() else value for name, value in plain.state_dict().items()})
+    model.eval()
+    with torch.no_grad():
+        compiled(inputs_of(1)[0, 0])
+    return model.norm.running_mean, model.norm.running_var
+
+
+def test_buffers_of_a_loaded_state_dict_are_rank_0_s_at_the_next_call(two: Cluster) -> None:
+    for mean, var in two.run(loaded_buffers):
+        torch.testing.assert_close((mean, var), (torch.zeros(8), torch.ones(8)))
+
+
+def trained_norm() -> tuple[list[str], list[str], list[str], int]:
+    """What a call would broadcast: behind steps whose graph does so itself, behind a load, and behind an evaluation after that. And how
+    many batches the norm counted."""
+    case = CASES["conv"]
+    model, _, compiled = compiled_pair(config(0), case.build)
+    for batch in batches_of(case, dist.get_world_size(), 3):
+        case.loss(compiled(**batch[dist.get_rank()])).backward()
+    state, counted = state_of(model), int(model.body[1].num_batches_tracked)
+    assert state is not None
+    trained = state.buffers.changed()
+    model.load_state_dict(model.state_dict())
+    loaded = state.buffers.changed()
+    model.eval()
+    compiled(**batch[dist.get_rank()])
+    assert not state.buffers._by_value, "a graph's norms cost no fingerprints"
+    return trained, loaded, state.buffers.changed(), counted
+
+
+def test_what_a_graph_writes_is_no_change_and_what_is_loaded_is_one(two: Cluster) -> None:
+    for trained, loaded, evaluated, counted in two.run(trained_norm):
+        assert (trained, evaluated, counted) == ([], [], 3)
+        assert {name.rpartition(".")[2] for name in loaded} == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def written_alone() -> None:
+    model, _, compiled = compiled_pair(config(3), lambda: Written("python"))
+    model.eval()
+    compiled(inputs_of(1)[0, 0])
+    if dist.get_rank() == 1:
+        model.mean.add_(1)
+    compiled(inputs_of(1)[0, 0])
+
+
+def test_a_buffer_that_one_process_alone_wrote_to_is_named(two: Cluster) -> None:
+    for said in two.run(what_is_said, written_alone):
+        assert said.startswith("DisagreementError") and "forward broadcast mean" in said, said

@@ -54,10 +54,9 @@ class Accumulation:
             if before != "hold":
                 self._arrange_flush()
 
-    def waiting(self) -> bool:
-        """True if a gradient that was held has not been taken by a forward outside."""
-        waiting = [holder.waiting for holder in self.holders]  # all are asked, since each may have been discarded
-        return any(waiting)
+    def waiting(self) -> list[nn.Parameter]:
+        """Those whose gradients were held and have not been taken by a forward outside."""
+        return [holder.parameter for holder in self.holders if holder.waiting]  # all are asked, since each may have been discarded
 
     def has_held(self) -> None:
         """A gradient was held just now: of a forward inside `no_sync`, whose backward may come behind it."""

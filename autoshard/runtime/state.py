@@ -84,7 +84,7 @@ class ModelState:
 
     @functools.cached_property
     def buffers(self) -> Buffers:
-        """As of the last call of one of its graphs."""
+        """As they were behind the last call of one of its graphs."""
         return Buffers(self.model)
 
     @functools.cached_property
@@ -117,6 +117,7 @@ class ModelState:
         if self.plan.leaves_alone:
             return
         _remember(self)
+        self.buffers.note()
         for module in self.model.modules():
             if module._parameters:
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
@@ -133,13 +134,15 @@ class ModelState:
             state = here()
             assert state is not None  # its model has it, and is called
             given, training = tuple(id(args[i]) for i in positions), torch.is_grad_enabled()
-            replaced = state._replaced()
-            called = state._in_lockstep(given, training, collectives, replaced)
+            changed = state._changed()
+            called = state._in_lockstep(given, training, collectives, changed)
             state.compiled.update(given)
-            if replaced:
-                everyones = state.buffers.take_rank_0_s(replaced)
+            if changed:
+                everyones = state.buffers.take_rank_0_s(changed)
                 args = tuple(everyones.get(id(arg), arg) for arg in args)
             out = run(*args)
+            if not state.accumulation.gathered:  # where each process writes by itself
+                state.buffers.note()
             called(out)
             if state.accumulation.mode == "flush" and training:
                 state.accumulation.take(collectives.reduced(given))
@@ -147,20 +150,20 @@ class ModelState:
 
         return noted
 
-    def _replaced(self) -> list[str]:
-        """The names of buffers that are to become rank 0's before a call, see [Note: Replaced buffers]. None inside of `gathered`, where
+    def _changed(self) -> list[str]:
+        """The names of buffers that are to become rank 0's before a call, see [Note: Changed buffers]. None inside of `gathered`, where
         a process may call by itself."""
-        return self.buffers.replaced() if self.plan.buffers == "broadcast" and not self.accumulation.gathered else []
+        return self.buffers.changed() if self.plan.buffers == "broadcast" and not self.accumulation.gathered else []
 
     def _in_lockstep(
-        self, given: tuple[int, ...], training: bool, made: Collectives, replaced: Sequence[str]
+        self, given: tuple[int, ...], training: bool, made: Collectives, changed: Sequence[str]
     ) -> Callable[[Any], None]:
-        """A graph is about to be called with these parameters, and these buffers replaced: in lockstep, from its first collective on.
+        """A graph is about to be called with these parameters, and these buffers changed: in lockstep, from its first collective on.
         What the function is to be called with is what it gave."""
-        lockstep, forward = self.lockstep, bool(made.forward or replaced)
+        lockstep, forward = self.lockstep, bool(made.forward or changed)
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
-        text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in replaced)])
+        text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in changed)])
         order = made.order(given, self.names)
         call = Call(training, text, lockstep.skipped, lockstep.stepped or not training, order)
         if forward:
@@ -187,9 +190,10 @@ class ModelState:
     def check_step(self, optimizer: Optimizer, stepped: Callable[[], Sequence[nn.Parameter]], still: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
         would drift apart. stepped: gives the parameters of the optimizer that have gradients. still: it changes none of them."""
-        if self.accumulation.waiting():
+        if waiting := self.accumulation.waiting():
             raise DivergenceError(
-                "gradients of backwards inside no_sync still wait: run the last microbatch before a step outside of it"
+                f"gradients of backwards inside no_sync still wait, that of {self.names().get(id(waiting[0]))!r} for one: run the last "
+                "microbatch before a step outside of it, one that uses the same parameters"
             )
         if still:
             return
