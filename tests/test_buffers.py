@@ -295,4 +295,4 @@ def written_alone() -> None:
 
 def test_a_buffer_that_one_process_alone_wrote_to_is_named(two: Cluster) -> None:
     for said in two.run(what_is_said, written_alone):
-        assert said.startswith("DisagreementError") and "forward broadcast mean" in said, said
+        assert said.startswith("DisagreementError") and "changed buffers (mean to mean)" in said, said

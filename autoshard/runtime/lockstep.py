@@ -27,6 +27,9 @@ from autoshard.runtime.meetings import Meetings
 MOST = 8  # calls of one kind in a row, behind which one more is expected
 
 
+BUFFER = "forward broadcast "  # begins the line of a buffer that becomes rank 0's before the call
+
+
 @dataclass(frozen=True)
 class Call:
     """What one call of a compiled graph communicates, it and its backward, as text that is the same on all processes. skipped:
@@ -49,7 +52,9 @@ class Call:
         stepped = "" if self.stepped else ", no step since the one before"
         code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
         ordered = f" in order {self.order}" if self.order else ""
-        return f"{mode}{skipped}, with collectives {code}{ordered} of {first} to {last}{stepped}"
+        written = [line.rpartition(" ")[-1] for line in lines if line.startswith(BUFFER)]
+        changed = f" and of changed buffers ({written[0]} to {written[-1]})" if written else ""
+        return f"{mode}{skipped}, with collectives {code}{ordered} of {first} to {last}{changed}{stepped}"
 
 
 @dataclass(frozen=True)

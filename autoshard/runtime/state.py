@@ -29,7 +29,7 @@ from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.buffers import Buffers
 from autoshard.runtime.dtensors import refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
-from autoshard.runtime.lockstep import Call, Lockstep, before_backward
+from autoshard.runtime.lockstep import BUFFER, Call, Lockstep, before_backward
 from autoshard.runtime.optimizers import options_of
 from autoshard.runtime.processes import World
 from autoshard.runtime.replicas import Replicas
@@ -163,7 +163,7 @@ class ModelState:
         lockstep, forward = self.lockstep, bool(made.forward or changed)
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
-        text = "\n".join([made.text(given, self.names), *(f"forward broadcast {name}" for name in changed)])
+        text = "\n".join([made.text(given, self.names), *(BUFFER + name for name in changed)])
         order = made.order(given, self.names)
         call = Call(training, text, lockstep.skipped, lockstep.stepped or not training, order)
         if forward:
