@@ -28,8 +28,9 @@ from autoshard.config import Config
 from autoshard.console import doing, live
 from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
 from autoshard.cost_model.hardware import DEVICES
-from autoshard.cost_model.optimizer import Make, like
+from autoshard.cost_model.optimizer import Existing
 from autoshard.errors import AutoshardError, ConfigError, ModelFileError
+from autoshard.inventory import names_of
 from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
 from autoshard.planning import first_look, machines, plan
@@ -147,7 +148,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> Answer:
         _refuse_beside_a_plan(arguments)
         return Answer(pinned)
     candidate, cluster = _candidate(arguments, *_sizes(arguments)), _cluster(arguments, arguments.nnodes, arguments.nproc_per_node)
-    optimizer = _checked_factory(candidate)
+    optimizer = _optimizer(candidate)
     alone = arguments.json or pinned is not None
     with contextlib.nullcontext() if alone else _first_look(candidate.model, config, cluster, optimizer, console):
         made = plan(candidate.model, candidate.example_inputs, config, cluster, optimizer)
@@ -157,14 +158,14 @@ def _plan(arguments: argparse.Namespace, console: Console) -> Answer:
 def _sweep(arguments: argparse.Namespace) -> Answer:
     config = flags.config(arguments)
     candidate, clusters = _candidate(arguments, 2, max(arguments.seq or [0]) or None), _clusters(arguments)
-    optimizer = _checked_factory(candidate)
+    optimizer = _optimizer(candidate)
     made = sweep(candidate.model, candidate.example_inputs, config, clusters, optimizer)
     return Answer(made, _about(candidate.model, *clusters))
 
 
 @contextlib.contextmanager
 def _first_look(
-    model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | None, console: Console
+    model: nn.Module, config: Config, cluster: Cluster, optimizer: Existing | None, console: Console
 ) -> Iterator[None]:
     """While the inside takes its time, what is known already stands on the console."""
 
@@ -245,18 +246,18 @@ def _cluster(arguments: argparse.Namespace, nodes: int | None, per_node: int | N
     )
 
 
-def _checked_factory(candidate: Candidate) -> Make | None:
-    """The file's optimizer factory, tried once; None if it has none."""
+def _optimizer(candidate: Candidate) -> Existing | None:
+    """What the file's optimizer factory makes; None if it has none."""
     factory = candidate.optimizer_factory
     if factory is None:
         return None
     try:
-        made = factory(candidate.model.parameters())
+        made = factory(list(candidate.model.parameters()))
     except Exception as error:
         raise ModelFileError(f"the optimizer factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ModelFileError(f"the optimizer factory returned {type(made).__name__}; legal: a torch optimizer")
-    return like(made)
+    return Existing([made], names_of(candidate.model))
 
 
 def show(answer: Answer, arguments: argparse.Namespace) -> None:

@@ -13,10 +13,10 @@ from autoshard.attention import as_on
 from autoshard.capture import Capture, capture
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster, measured_here
-from autoshard.cost_model.optimizer import NAMED, Make, made_by
+from autoshard.cost_model.optimizer import NAMED, Existing, Make, made_by
 from autoshard.errors import ConfigError, PassError, PlanError
 from autoshard.forecast import Forecaster
-from autoshard.inventory import Inventory, take_inventory
+from autoshard.inventory import Inventory, is_trained, take_inventory
 from autoshard.optim import Adafactor
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_unshard import dropped
@@ -37,13 +37,13 @@ def plan(
     example_inputs: Any,
     config: Config | None = None,
     cluster: Cluster | None = None,
-    optimizer: Make | None = None,
+    optimizer: Make | Existing | None = None,
 ) -> Plan:
     """The plan for training `model` on a cluster, from its graph alone; nothing runs, nothing is allocated.
 
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
     cluster: None: the one of config.cluster; where that says none either, one process on CPUs as they were measured here.
-    optimizer: makes the optimizer, or several, from a list of parameters; None: as config.optimizer says.
+    optimizer: makes the optimizer, or several, from a list of parameters, or names those that are made; None: as config.optimizer says.
     Raises BudgetError if nothing fits, ConfigError if the mesh does not or the budget is a share of what is not known, ClusterError
     if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes.
     """
@@ -69,7 +69,7 @@ def machines(config: Config, device: str) -> Cluster:
 
 
 def forecaster(
-    model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | None
+    model: nn.Module, example_inputs: Any, config: Config, cluster: Cluster, optimizer: Make | Existing | None
 ) -> Forecaster:
     """What forecasts plans of `model` on a cluster; arguments as of `plan`."""
     return forecaster_of(trace(model, example_inputs, config, cluster.world), config, cluster, optimizer)
@@ -84,11 +84,13 @@ def trace(model: nn.Module, example_inputs: Any, config: Config, world: int, ope
 
 
 def forecaster_of(
-    captured: Capture, config: Config, cluster: Cluster, optimizer: Make | None, known: Known | None = None
+    captured: Capture, config: Config, cluster: Cluster, optimizer: Make | Existing | None, known: Known | None = None
 ) -> Forecaster:
     """The same of a trace, whose attention becomes what this cluster's device has. known: what was traced of it for clusters of this
     device, by the same config."""
     as_on(cluster.device, captured.graph)
+    if isinstance(optimizer, Existing):
+        optimizer = optimizer.on([p.name for p in filter(is_trained, captured.inventory.parameters)])
     make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
     passes = pipeline_for(config.passes, config.disable_passes)
     return Forecaster(captured, make, cluster, config.codegen, passes, known or Known(), config.accumulation)
@@ -109,7 +111,7 @@ def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
     return lambda parameters: list(map(stepping, made_by(make, parameters)))
 
 
-def first_look(model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | None = None) -> Plan:
+def first_look(model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | Existing | None = None) -> Plan:
     """What can be said before the model is traced: groups, stages and collectives, and the memory of parameters, gradients
     and optimizer, as if every parameter were used. Arguments and errors as of `plan`."""
     return make_plan(take_inventory(model, ()), config, circumstances(config, cluster, states_kept(model, optimizer)))
@@ -121,10 +123,12 @@ def circumstances(config: Config, cluster: Cluster, states: int | None = None) -
     return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None), states)
 
 
-def states_kept(model: nn.Module, optimizer: Make | None) -> int | None:
-    """How many numbers what `optimizer` makes keeps for each parameter of the model; None where none was given."""
+def states_kept(model: nn.Module, optimizer: Make | Existing | None) -> int | None:
+    """How many numbers `optimizer`, or what it makes, keeps for each parameter of the model; None where none was given."""
     if optimizer is None:
         return None
+    if isinstance(optimizer, Existing):
+        return max(map(states_of, optimizer.optimizers), default=0)
     shown = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()]
     return max(map(states_of, made_by(optimizer, shown)), default=0) if shown else 0
 

@@ -26,7 +26,7 @@ from autoshard.console import doing
 from autoshard.cost_model import accuracy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.liveness import Curve
-from autoshard.cost_model.optimizer import Make
+from autoshard.cost_model.optimizer import Existing, Make
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
@@ -157,7 +157,7 @@ def sweep(
     example_inputs: Any,
     config: Config | None = None,
     cluster: Cluster | Sequence[Cluster] | None = None,
-    optimizer: Make | None = None,
+    optimizer: Make | Existing | None = None,
 ) -> Sweep:
     """All ways to train `model` on a cluster that `config` leaves open; arguments and errors as of `autoshard.plan`.
 
@@ -204,7 +204,7 @@ def _captures(model: nn.Module, example_inputs: Any, config: Config, clusters: S
 
 
 def _ways_on(
-    cluster: Cluster, captured: Capture, known: Known, config: Config, optimizer: Make | None, states: int | None
+    cluster: Cluster, captured: Capture, known: Known, config: Config, optimizer: Make | Existing | None, states: int | None
 ) -> Iterator[Way]:
     forecast = forecaster_of(captured, config, cluster, optimizer, known)
     plans = _plans(forecast, config, circumstances(config, cluster, states))

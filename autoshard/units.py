@@ -13,7 +13,7 @@ _WRITTEN = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 def parse_bytes(text: str) -> int:
     """Bytes of "72GiB", "80GB", "1.5 GiB" or "123456". ConfigError on anything else."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _SCALES:
         raise ConfigError(
             f"memory_budget: {text!r} is no amount of memory; "

@@ -42,6 +42,11 @@ def build():
 def with_sgd():
     return Net(), (torch.zeros(2, 4096),), lambda ps: torch.optim.SGD(ps, lr=0.1)
 
+def in_groups():
+    def factory(ps):
+        return torch.optim.SGD([{"params": ps[:1], "momentum": 0.0}, {"params": ps[1:3], "momentum": 0.9}], lr=0.1)
+    return Net(), torch.zeros(2, 4096), factory
+
 def of_values():
     return Net(), torch.zeros(2, 4096), lambda ps: torch.optim.Adafactor(ps)
 
@@ -176,6 +181,13 @@ def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pyt
     assert "No communication." in out and "Not modelled: the optimizer's own state and step (Adam's are assumed)" in out
     (spent,) = (line.split()[1] for line in out.splitlines() if line.startswith("optimizer ") and line.count(".") and "iB" not in line)
     assert float(spent) > 0
+
+
+def test_an_optimizer_s_groups_are_as_its_factory_makes_them(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three layers, one weight and one bias have momentum, one weight has none, and the others are left out."""
+    assert main(["plan", f"{model}:in_groups", "--json"]) == 0
+    made = Plan.from_json("{" + capsys.readouterr().out.partition("{")[2])
+    assert made.predicted.memory["optimizer"] == 4 * (4096 * 4096 + 4096)
 
 
 def test_what_steps_on_rows_is_modelled(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,9 @@ LINK = "{latency: 1e-6, bandwidth: 1e9}"
     ("text", "says"),
     [
         ("nodes: [", "not YAML"),
+        ("[" * 3000, "not YAML"),
+        ("device: {preset: h100, memory: 2024-13-45}", "not YAML: month must be in 1..12"),
+        ("device: {preset: h100, memory: !!bool abc}", "not YAML: 'abc'"),
         ("nodes: 2\ndevice: [h100\nper_node: 2", "not YAML: while parsing a flow sequence .* line 2, column 9"),
         ("- 1", "legal: a mapping"),
         ("device: h1000", "device: 'h1000' is not known; legal: h100,"),

@@ -245,6 +245,26 @@ def test_the_budget_that_an_error_names_is_enough() -> None:
         assert make_plan(large, Config(zero=zero, memory_budget=budget), _where(8, budget), forecast).predicted.footprint <= budget
 
 
+@pytest.mark.parametrize(
+    ("world", "zero", "mib", "activations", "said"),
+    [
+        (1, 1, 1, 0, "more than one process, or a budget of"),
+        (8, 1, 1, 0, 'zero="auto" or zero=3'),
+        (8, "auto", 4.5, 0, "more than 8 processes, or a budget of"),
+        (8, "auto", 4.5, 2**33, "a smaller batch, or a budget of 8.* GiB, of which activations take 8.00 GiB"),
+    ],
+)
+def test_what_a_fix_names_would_help(world: int, zero: Any, mib: float, activations: int, said: str) -> None:
+    budget = int(mib * 2**20)
+
+    def forecast(plan: Plan) -> Plan:
+        memory = {**plan.predicted.memory, "activations": activations}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
+
+    with pytest.raises(BudgetError, match=f"Cheapest fix: {said}"):
+        make_plan(_blocks(), Config(zero=zero, memory_budget=budget), _where(world, budget), forecast)
+
+
 def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
     """Where a stage fits as it is, no later one is simulated."""
 

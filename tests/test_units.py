@@ -15,6 +15,11 @@ def test_amounts(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+def test_more_than_any_number_has_room_for_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="is no amount of memory"):
+        parse_bytes("9" * 400)
+
+
 @given(st.text(max_size=6))
 def test_anything_else_is_a_config_error(text: str) -> None:
     try:

@@ -84,6 +84,7 @@ def test_each_matmul_of_a_batch_is_as_fast_as_one_of_its_size() -> None:
     many = seconds(replace(one, batch=1000), device)
     assert many == pytest.approx(1e-5 + 1000 * (seconds(small, device) - 1e-5)) and many > 50 * seconds(one, device)
     assert seconds(replace(small, flops=0, batch=7), device) == pytest.approx(1e-5)
+    assert seconds(replace(small, flops=0, batch=0), device) == pytest.approx(1e-5)
 
 
 def test_a_cpu_reads_what_it_is_about_to_write() -> None:

@@ -63,7 +63,7 @@ class Cluster:
         differs, of its links and flops too. ClusterError names what is not legal."""
         try:
             data = yaml.load(text, _Loader)  # noqa: S506 - a safe one
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:  # of scalars that are no numbers or dates, and of depth
             raise ClusterError(f"cluster: not YAML: {' '.join(str(error).split())}") from error
         data = _mapping("cluster", data, ("nodes", "per_node", "device"))
         if "device" not in data:

@@ -83,7 +83,7 @@ def _by_flops(table: Table, work: Work, device: Device) -> Amount:
     if not device.is_cpu:
         return look_up(table, _computed(work, device))
     call, count = table[0][1], work.batch
-    return call + count * (look_up(table, work.flops / count) - call)
+    return call + count * (look_up(table, work.flops / np.maximum(count, 1)) - call)
 
 
 def _computed(work: Work, device: Device) -> Any:
@@ -115,7 +115,7 @@ def _of_dtype(name: str, dtype: str, device: Device) -> Table | None:
 def _beyond_a_cube(work: Work, least: float) -> Any:
     """Numbers that matmuls read and write, less those of cubes of as many FLOPs, of which smaller ones than of `least` take as long."""
     numbers = cast(Any, work.read + work.written) / dtype_named(work.dtype).itemsize
-    return np.maximum(numbers - work.batch * numbers_of_a_cube(np.maximum(work.flops / work.batch, least)), 0)
+    return np.maximum(numbers - work.batch * numbers_of_a_cube(np.maximum(work.flops / np.maximum(work.batch, 1), least)), 0)
 
 
 def numbers_of_a_cube(flops: Any) -> Any:

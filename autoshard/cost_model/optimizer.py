@@ -55,6 +55,18 @@ def all_like(optimizers: Sequence[Optimizer], names: Mapping[int, str], order: S
     return lambda parameters: [made for make in makes if (made := make(parameters)).param_groups]
 
 
+@dataclass(frozen=True)
+class Existing:
+    """Optimizers that hold a model's parameters. names: of these, by id."""
+
+    optimizers: Sequence[Optimizer]
+    names: Mapping[int, str]
+
+    def on(self, order: Sequence[str]) -> Make:
+        """Makes such on the parameters of these names."""
+        return all_like(self.optimizers, self.names, order)
+
+
 def _inside(optimizer: Optimizer) -> Optimizer:
     """Of one that wraps another (accelerate's), the other: what is set on a wrapper may be set on what it wraps."""
     inner = getattr(optimizer, "optimizer", None)

@@ -249,20 +249,18 @@ def _fix(least: Plan, inventory: Inventory, config: Config, where: Circumstances
     memory, enough = least.predicted.memory, f"a budget of {enough_text(least.predicted.footprint)}"
     if least.low_rank:
         return f"another compression, with which rows can be sharded, or {enough}"
-    if config.zero not in ("auto", 3):
-        return 'zero="auto" or zero=3'
-    divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))
-    constant = least.predicted.footprint - divided
     if least.world == 1:
         return f"more than one process, or {enough}"
+    if config.zero not in ("auto", 3):
+        return 'zero="auto" or zero=3'
     if said := scarce_rows(least, inventory):
         return f"{enough}, since more processes would not help: {said}"
-    if constant < where.budget:
-        processes = -(-divided * least.world // (where.budget - constant))
-        return f"{processes} processes instead of {least.world}, or {enough}"
+    divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))
+    if least.predicted.footprint - divided < where.budget:
+        return f"more than {least.world} processes, or {enough}"
     largest = max((c for c in memory if c not in ("parameters", "gradients", "optimizer")), key=lambda c: memory[c])
     smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") else ""
-    return f"{smaller}{enough}: {largest} alone take {bytes_text(memory[largest])} on any number of processes"
+    return f"{smaller}{enough}, of which {largest} take {bytes_text(memory[largest])}"
 
 
 def _at_stage(
