@@ -223,7 +223,7 @@ def _preamble() -> str:
         "Xeon below, two cores of an AMD EPYC, on which `compute` is 0.139 s, took 0.675 of ddp and 0.408 of fsdp2 at 1000 Mbit/s, 1.35 and 0.99 x "
         "the bounds (2026-11-29, 5 rounds). At stage 0 no gradient leaves before backward begins, there 0.05 s into the step "
         "([timeline.md](../bench/results/timeline.md)), and the 0.134 s that the line takes from then on are 1.3 x that bound. For machines "
-        "as they were calibrated `auto` has both kinds of groups ([stages.md](../bench/results/stages.md)), 1.26 x. Two slower ones took "
+        "as they were calibrated `auto` has both kinds of groups ([stages.md](../bench/results/stages.md)), 1.28 x. Two slower ones took "
         "0.780 and 0.534, 1.17 and 1.38 x the bounds (2026-11-28, 5 rounds). Tables of days before 2026-11-29 are of the code before "
         "a backward did without gradients of logits that nobody differentiates, and before rows of embeddings travelled at stages 1 to 3. "
         "Tables that do not say what cores their hosts are on are of hosts that shared all, where now and then two computations have one "
