@@ -212,9 +212,9 @@ class Plan:
                 )
             if group.ranks and self.shard_size != self.world:
                 raise PlanError(f"plan: group {group.name!r} names ranks; legal only where all processes shard")
-            if any(not 0 <= r < self.shard_size for r in group.ranks):
+            if any(not 0 <= r < self.shard_size for r in group.ranks) or len({*group.ranks}) < len(group.ranks):
                 raise PlanError(
-                    f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}"
+                    f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}, each once"
                 )
 
     def _check_node(self) -> None:

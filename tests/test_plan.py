@@ -408,3 +408,10 @@ def test_a_backend_takes_a_config_alone(said: tuple[Any, ...]) -> None:
     """torch.compile(model, backend=autoshard.backend), not called, gives it a graph and its inputs."""
     with pytest.raises(ConfigError, match=rf"backend: {type(said[0]).__name__} is not legal; legal: backend=autoshard.backend\("):
         autoshard.backend(*said)
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (1, 2), (-1,)])
+def test_a_group_lies_on_ranks_that_are_there_and_on_each_once(ranks: tuple[int, ...]) -> None:
+    group = ParameterGroup("layers.0", ("layers.0.up",), Degrees.of_stage(3, 2), ranks=ranks)
+    with pytest.raises(PlanError, match="legal: 0 to 1, each once"):
+        Plan(2, (("shard", 2),), (group,))

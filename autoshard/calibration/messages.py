@@ -19,7 +19,7 @@ from autoshard.ops.direct import EXCHANGE_DIRECT, GATHER_DIRECT, SWAP_DIRECT
 from autoshard.ops.layout import Layout
 
 IN_A_ROW = 3  # collectives
-ASKED, SMALL = 8, 2**18  # collectives that are asked for as in a step, and numbers of a process up to which they are that many: larger ones last
+ASKED, SMALL = 8, 2**18  # collectives that are asked for as in a step, of up to so many numbers of a process; IN_A_ROW of larger ones
 BEGIN_WHERE_ASKED = ("gather_direct", "exchange_direct", "swap_direct")  # whose sends begin in the thread that asks for them
 BETWEEN = 3e-3  # seconds that are computed behind asking for each of those, at least: as in a backward of a hundred milliseconds
 PACKED = 8  # parameters

@@ -1,12 +1,12 @@
 """Buffers made rank 0's, outside of graphs.
 
-[Note: Changed buffers] What a graph writes into a buffer it makes rank 0's itself (`passes.sync_buffers`), if it has parameters, by which it
-is told whose it is. Not so of a buffer that forward replaces (`self.mean = 0.9 * self.mean + ...`), which becomes another tensor behind
-the graph, of one that is written between the pieces of a graph or in a piece without parameters, and of what is loaded. So before a call
-all that are not what they were behind the last one are made rank 0's, as DDP does with each before every forward. Torch counts how often
-a tensor is written to, but for the statistics of torch.nn's norms: where their count of batches alone is seen to be written, it is their
-values that are looked at from then on. Buffers that no state dict has stay as they are: they are computed anew of other things (rotary
-frequencies for longer inputs), as each process needs them.
+[Note: Changed buffers] What a graph writes into a buffer it makes rank 0's itself (`passes.sync_buffers`), if it has parameters, by
+which it is told whose it is. Not so of a buffer that forward replaces (`self.mean = 0.9 * self.mean + ...`), which becomes another
+tensor behind the graph, of one that is written between the pieces of a graph or in a piece without parameters, and of what is loaded.
+So before a call all that are not what they were behind the last one are made rank 0's, as DDP does with each before every forward.
+Torch counts how often a tensor is written to, but for the statistics of torch.nn's norms: where their count of batches alone is seen to
+be written, it is their values that are looked at from then on. Buffers that no state dict has stay as they are: they are computed anew
+of other things (rotary frequencies for longer inputs), as each process needs them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.runtime.fingerprint import fingerprints
 
 COUNT = "num_batches_tracked"  # of batches, in torch.nn
 Place = tuple[str, nn.Module, str]  # a buffer's name, the module that has it, and as what
-State = tuple["Tensor | None", int, list[tuple[int, ...]]]  # what is there, how often it was written to, and where that is looked at its value
+State = tuple["Tensor | None", int, list[tuple[int, ...]]]  # what is there, how often it was written to, and a mark of its value or none
 
 
 class Buffers:
@@ -56,8 +56,8 @@ class Buffers:
         return buffer, written, fingerprints([buffer]) if module in self._by_value else []
 
     def take_rank_0_s(self, names: list[str]) -> dict[int, Tensor]:
-        """Puts rank 0's values in the places of these: into the tensors that were there at the last call, and of others into new ones, which
-        it gives by the ids of those that are there: a graph may have saved one of them for its backward. A collective call."""
+        """Puts rank 0's values in the places of these: into the tensors that were there at the last call, and of others into new ones,
+        which it gives by the ids of those that are there: a graph may have saved one of them for its backward. A collective call."""
         found: dict[int, Tensor] = {}
         for (name, module, attribute), (known, *_) in zip(self._places, self._known):
             before = module._buffers.get(attribute)
