@@ -20,12 +20,12 @@ from autoshard.console import Phases
 from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, with_processor, with_rate
 from autoshard.cost_model.collectives import GATHERS, table_name
 from autoshard.cost_model.hardware import Device, device_named_like
-from autoshard.cost_model.optimizer import NAMED, all_like
+from autoshard.cost_model.optimizer import Existing
 from autoshard.errors import ConfigError, PlanError, ShardingError, first_line
 from autoshard.family import Family, members_of
 from autoshard.first_graph import FirstGraph
 from autoshard.forecast import Forecaster
-from autoshard.inventory import Inventory, device_of, is_trained, names_of
+from autoshard.inventory import Inventory, device_of, names_of
 from autoshard.ops.early import Early
 from autoshard.owner import call_of
 from autoshard.passes.choose_partition import Alike
@@ -33,7 +33,7 @@ from autoshard.passes.choose_unshard import keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages, make_plan
 from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
-from autoshard.planning import as_they_will_step, budget_bytes, check_passes_carry_out, check_plan_fits
+from autoshard.planning import budget_bytes, check_passes_carry_out, check_plan_fits, stepping
 from autoshard.runtime import loaded, optimizers, processes, scaler
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.available_memory import available_memory
@@ -206,9 +206,8 @@ class FirstCall:
         captured, config = self.graph.capture or self._capture(), self.config
         if captured is None:
             return None
-        trained = [p.name for p in filter(is_trained, captured.inventory.parameters)]
-        there = all_like(self.optimizers, names_of(self.model), trained) if self.optimizers else NAMED[config.optimizer]
-        make = as_they_will_step(there, config, where.cluster)
+        there = Existing(self.optimizers, names_of(self.model)) if self.optimizers else None
+        make = stepping(there, captured.inventory, config, where.cluster)
         return Forecaster(captured, make, where.cluster, config.codegen, self.manager.pipeline, accumulation=config.accumulation)
 
     def _capture(self) -> Capture | None:

@@ -89,11 +89,16 @@ def forecaster_of(
     """The same of a trace, whose attention becomes what this cluster's device has. known: what was traced of it for clusters of this
     device, by the same config."""
     as_on(cluster.device, captured.graph)
-    if isinstance(optimizer, Existing):
-        optimizer = optimizer.on([p.name for p in filter(is_trained, captured.inventory.parameters)])
-    make = as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
+    make = stepping(optimizer, captured.inventory, config, cluster)
     passes = pipeline_for(config.passes, config.disable_passes)
     return Forecaster(captured, make, cluster, config.codegen, passes, known or Known(), config.accumulation)
+
+
+def stepping(optimizer: Make | Existing | None, inventory: Inventory, config: Config, cluster: Cluster) -> Make:
+    """Makes a job's optimizers for the parameters of an inventory that are trained; None: as config.optimizer says."""
+    if isinstance(optimizer, Existing):
+        optimizer = optimizer.on([p.name for p in filter(is_trained, inventory.parameters)])
+    return as_they_will_step(optimizer or NAMED[config.optimizer], config, cluster)
 
 
 def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
@@ -101,14 +106,14 @@ def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
     if cluster.world == 1:
         return make
 
-    def stepping(optimizer: Optimizer) -> Optimizer:
+    def changed(optimizer: Optimizer) -> Optimizer:
         if type(optimizer) is torch.optim.Adafactor:
             return Adafactor(optimizer.param_groups)
         for group in optimizer.param_groups if config.fuse_optimizer and not unfusable(optimizer) else ():
             group["fused"] = True
         return optimizer
 
-    return lambda parameters: list(map(stepping, made_by(make, parameters)))
+    return lambda parameters: list(map(changed, made_by(make, parameters)))
 
 
 def first_look(model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | Existing | None = None) -> Plan:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard import optim
-from autoshard.cost_model.optimizer import NAMED, all_like, like, memory
+from autoshard.cost_model.optimizer import NAMED, Existing, like, memory
 
 
 def test_an_optimizer_is_measured_by_stepping_it() -> None:
@@ -21,7 +21,7 @@ def test_an_optimizer_is_measured_by_stepping_it() -> None:
     together = memory(NAMED["adamw"], rows, foreach=True)
     assert together is not None and sum(together.scratch) >= 4 * elements and {4 * 64 * 64, 4 * 64} <= set(together.scratch)
     users = torch.optim.AdamW([nn.Parameter(torch.ones(2))], amsgrad=True)
-    of_users = memory(like(users), rows, foreach=False)
+    of_users = memory(like(users, [0, 0]), rows, foreach=False)
     assert of_users is not None and of_users.state == 3 * 4 * elements + 2 * 4 and not users.state
     assert memory(lambda ps: torch.optim.Adafactor(ps), rows, foreach=False) is None  # asks for values
     ours = memory(lambda ps: optim.Adafactor(ps), rows, foreach=False)
@@ -29,7 +29,7 @@ def test_an_optimizer_is_measured_by_stepping_it() -> None:
     torch.optim.lr_scheduler.StepLR(users, 1)  # puts a step of its own on the optimizer
     before = users.param_groups[0]["params"][0].detach().clone()
     users.param_groups[0]["params"][0].grad = torch.ones(2)
-    assert memory(like(users), rows, foreach=False) == of_users
+    assert memory(like(users, [0, 0]), rows, foreach=False) == of_users
     assert torch.equal(users.param_groups[0]["params"][0], before) and not users.state
 
 
@@ -60,7 +60,7 @@ class Wrapper(torch.optim.Optimizer):
 def test_an_optimizer_inside_another_is_left_alone() -> None:
     inside = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
     groups = inside.param_groups
-    found = memory(like(Wrapper(inside)), [((8,), torch.float32)], foreach=False)
+    found = memory(like(Wrapper(inside), [0]), [((8,), torch.float32)], foreach=False)
     assert found is not None and found.state == 32 and inside.param_groups is groups and not inside.state
 
 
@@ -70,8 +70,8 @@ def test_each_parameter_steps_by_its_own_group_and_optimizer() -> None:
     names, rows = {id(a): "a", id(b): "b", id(c): "c"}, [((n,), torch.float32) for n in (32, 2, 8)]
     grouped = torch.optim.SGD([{"params": a}, {"params": [b], "momentum": 0.9}], lr=0.1)
     others = torch.optim.AdamW([c])
-    found = memory(all_like([grouped, Wrapper(others), others], names, ["c", "a", "b"]), rows, foreach=False)
+    found = memory(Existing([grouped, Wrapper(others), others], names).on(["c", "a", "b"]), rows, foreach=False)
     assert found is not None and found.state == 4 * 8 + (2 * 4 * 32 + 4)  # b's momentum, c's two moments and step
     assert not grouped.state and not others.state
-    frozen = memory(all_like([grouped], names, ["c", "a", "b"]), rows, foreach=False)  # c is not stepped
+    frozen = memory(Existing([grouped], names).on(["c", "a", "b"]), rows, foreach=False)  # c is not stepped
     assert frozen is not None and frozen.state == 4 * 8

@@ -71,14 +71,21 @@ def in_a_row(call: Callable[[], Tensor]) -> None:
 def _asking(call: Callable[[], Tensor], count: int) -> float:
     """Seconds that asking takes: the median of so many, each behind something that is computed, as in a step. One that comes while the
     thread that serves those before is at work waits for it, up to some milliseconds; that is in `Sharing.interference`."""
-    asked, flying, a = list[float](), [], torch.ones(128, 128)
+    a = torch.ones(128, 128)
+    asked, flying = asked_for(call, count, lambda: _compute(a, BETWEEN))
+    _wait(flying)
+    return statistics.median(asked)
+
+
+def asked_for(call: Callable[[], Tensor], count: int, between: Callable[[], None]) -> tuple[list[float], list[Tensor]]:
+    """Collectives, with something done behind asking for each: the seconds that each takes to ask for, and what is to be waited for."""
+    asked, flying = [], []
     for _ in range(count):
         start = time.perf_counter()
         flying.append(call())
         asked.append(time.perf_counter() - start)
-        _compute(a, BETWEEN)
-    _wait(flying)
-    return statistics.median(asked)
+        between()
+    return asked, flying
 
 
 def _compute(a: Tensor, seconds: float) -> None:

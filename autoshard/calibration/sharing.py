@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard.calibration.clock import timed, timed_batch, together
-from autoshard.calibration.messages import IN_A_ROW, in_a_row
+from autoshard.calibration.messages import IN_A_ROW, asked_for, in_a_row
 from autoshard.cost_model.timeline import MOST, Sharing
 from autoshard.ops.direct import GATHER_DIRECT
 
@@ -80,14 +79,12 @@ class _Work:
 
     def flight(self, part: Tensor, count: int) -> _Flight:
         """Several gathers that all processes begin at once, so many matmuls behind asking for each."""
-        asked, computing, flying = list[float](), 0.0, []
+        computing: list[float] = []
         dist.barrier()
-        for _ in range(IN_A_ROW):
-            start = time.perf_counter()
-            flying.append(self.gather(part))
-            asked.append(time.perf_counter() - start)
-            computing += self.compute(count) if count else 0.0
-        return _Flight.of(asked, computing, sum(self.wait(one) for one in flying))
+        asked, flying = asked_for(
+            lambda: self.gather(part), IN_A_ROW, lambda: computing.append(self.compute(count) if count else 0.0)
+        )
+        return _Flight.of(asked, sum(computing), sum(self.wait(one) for one in flying))
 
     def wait(self, flying: Tensor) -> float:
         """The rest of one."""

@@ -45,16 +45,6 @@ def made_by(make: Make, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
     return [made] if isinstance(made, Optimizer) else list(made)
 
 
-def all_like(optimizers: Sequence[Optimizer], names: Mapping[int, str], order: Sequence[str]) -> Make:
-    """Makes optimizers as these are, on as many parameters as `order` has names, each in the groups that it is in here. names: of the
-    parameters that these hold, by id."""
-    makes = []
-    for optimizer in {id(inside): inside for inside in map(_inside, optimizers)}.values():
-        groups = {names.get(id(p)): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        makes.append(like(optimizer, [groups.get(name) for name in order]))
-    return lambda parameters: [made for make in makes if (made := make(parameters)).param_groups]
-
-
 @dataclass(frozen=True)
 class Existing:
     """Optimizers that hold a model's parameters. names: of these, by id."""
@@ -63,8 +53,12 @@ class Existing:
     names: Mapping[int, str]
 
     def on(self, order: Sequence[str]) -> Make:
-        """Makes such on the parameters of these names."""
-        return all_like(self.optimizers, self.names, order)
+        """Makes optimizers as these are, on as many parameters as `order` has names, each in the groups that it is in here."""
+        makes = []
+        for optimizer in {id(inside): inside for inside in map(_inside, self.optimizers)}.values():
+            groups = {self.names.get(id(p)): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            makes.append(like(optimizer, [groups.get(name) for name in order]))
+        return lambda parameters: [made for make in makes if (made := make(parameters)).param_groups]
 
 
 def _inside(optimizer: Optimizer) -> Optimizer:
@@ -73,9 +67,9 @@ def _inside(optimizer: Optimizer) -> Optimizer:
     return _inside(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def like(optimizer: Optimizer, groups: Sequence[int | None] | None = None) -> Callable[[Sequence[nn.Parameter]], Optimizer]:
+def like(optimizer: Optimizer, groups: Sequence[int | None]) -> Callable[[Sequence[nn.Parameter]], Optimizer]:
     """Makes optimizers as this one is on other parameters, without state. groups: the number of each one's group; None of one that it
-    does not hold. None: all are in the first."""
+    does not hold."""
     optimizer = _inside(optimizer)
 
     def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -84,11 +78,10 @@ def like(optimizer: Optimizer, groups: Sequence[int | None] | None = None) -> Ca
         made.__dict__.pop("step", None)  # a learning-rate scheduler's, which steps the original
         made = torch_internals.without_hooks(made)
         made.state = defaultdict(dict)
-        there = groups if groups is not None else [0] * len(parameters)
         made.param_groups = [
             {**group, "params": members}
             for i, group in enumerate(optimizer.param_groups)
-            if (members := [p for p, at in zip(parameters, there, strict=True) if at == i])
+            if (members := [p for p, at in zip(parameters, groups, strict=True) if at == i])
         ]
         return made
 

@@ -40,7 +40,7 @@ class Buffers:
 
     def changed(self) -> list[str]:
         """The names of those that are other tensors than they were, or were written to."""
-        found = [place for place, known in zip(self._places, self._known) if _differs(self._state_of(place), known)]
+        found = {place for place, known in zip(self._places, self._known) if _differs(self._state_of(place), known)}
         written = Counter(module for _, module, _ in found)
         counted = {module for _, module, attribute in found if attribute == COUNT and written[module] == 1}
         self._by_value |= counted

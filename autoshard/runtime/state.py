@@ -117,7 +117,7 @@ class ModelState:
         if self.plan.leaves_alone:
             return
         _remember(self)
-        self.buffers.note()
+        self.buffers = Buffers(self.model)
         for module in self.model.modules():
             if module._parameters:
                 module.register_load_state_dict_pre_hook(_scatter_loaded)
@@ -141,7 +141,7 @@ class ModelState:
                 everyones = state.buffers.take_rank_0_s(changed)
                 args = tuple(everyones.get(id(arg), arg) for arg in args)
             out = run(*args)
-            if not state.accumulation.gathered:  # where each process writes by itself
+            if state._shares_buffers:
                 state.buffers.note()
             called(out)
             if state.accumulation.mode == "flush" and training:
@@ -150,10 +150,14 @@ class ModelState:
 
         return noted
 
+    @property
+    def _shares_buffers(self) -> bool:
+        """Whether all processes have rank 0's. Not inside of `gathered`, where a process may call by itself."""
+        return self.plan.buffers == "broadcast" and not self.accumulation.gathered
+
     def _changed(self) -> list[str]:
-        """The names of buffers that are to become rank 0's before a call, see [Note: Changed buffers]. None inside of `gathered`, where
-        a process may call by itself."""
-        return self.buffers.changed() if self.plan.buffers == "broadcast" and not self.accumulation.gathered else []
+        """The names of buffers that are to become rank 0's before a call, see [Note: Changed buffers]."""
+        return self.buffers.changed() if self._shares_buffers else []
 
     def _in_lockstep(
         self, given: tuple[int, ...], training: bool, made: Collectives, changed: Sequence[str]
