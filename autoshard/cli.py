@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import gc
 import itertools
-import os
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from autoshard.model_file import Candidate, from_file, from_hf
 from autoshard.plan import Plan
 from autoshard.planning import first_look, machines, plan
 from autoshard.report import plan_tables
+from autoshard.runtime.processes import launched_rank
 from autoshard.sweep import Sweep, sweep
 from autoshard.sweep_report import sweep_tables
 from autoshard.units import counted
@@ -117,7 +117,7 @@ def _file(text: str) -> Path:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measures, and rank 0 writes: it looks before whether it can, since measuring takes minutes."""
-    leads = int(os.environ.get("RANK", "0")) == 0
+    leads = launched_rank() == 0
     if leads and not writable(file := arguments.out or cache_file("cpu")):
         raise _unwritable(file)
     cluster = calibrate()

@@ -7,14 +7,14 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from autoshard.dtypes import LEGAL
-from autoshard.errors import PlanError, nearest
-from autoshard.prediction import Prediction, Traffic
+from autoshard.errors import PlanError
+from autoshard.prediction import Prediction
+from autoshard.typed import check_types, from_data
 
 FORMAT = 1
 REDUCTIONS = ("reduce_scatter", "all_to_all")  # see [Note: Algorithms] in cost_model/collectives.py
@@ -71,6 +71,7 @@ class Degrees:
     optimizer: int
 
     def __post_init__(self) -> None:
+        check_types(self, "degrees")
         if not 1 <= self.parameter <= self.gradient <= self.optimizer:
             raise PlanError(f"degrees: {self} is not legal; legal: 1 <= parameter <= gradient <= optimizer")
         if self.gradient not in (1, self.optimizer):
@@ -110,6 +111,7 @@ class ParameterGroup:
     reduction: str = "reduce_scatter"
 
     def __post_init__(self) -> None:
+        check_types(self, f"plan: group {self.name!r}")
         if self.reduction not in REDUCTIONS:
             raise PlanError(
                 f"plan: group {self.name!r}: reduction: {self.reduction!r} is not legal; legal: {', '.join(REDUCTIONS)}"
@@ -172,17 +174,14 @@ class Plan:
     why: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        check_types(self, "plan")
         names = {"compression": ("", *COMPRESSIONS), "compute": ("", *LEGAL), "reduce": ("", *LEGAL), "buffers": BUFFERS}
         for name, legal in names.items():
             if getattr(self, name) not in legal:
                 said = ", ".join(value or "''" for value in legal)
                 raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: {said}")
-        for name in ("direct", "direct_sums", "early"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"plan: {name}: {getattr(self, name)!r} is not legal; legal: true, false")
         for name, (least, what) in _LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if (value := getattr(self, name)) < least:
                 raise PlanError(f"plan: {name}: {value!r} is not legal; legal: {what}, {least} or more")
         size = math.prod(n for _, n in self.axes)
         if size != self.world:
@@ -192,7 +191,6 @@ class Plan:
         self._check_low_rank()
         self._check_stacks()
         self._check_recompute()
-        self._check_parts()
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -250,18 +248,13 @@ class Plan:
 
     def _check_stacks(self) -> None:
         for name in self.stacks:
-            if not isinstance(name, str) or not name.rpartition(".")[2].isdigit():
+            if not name.rpartition(".")[2].isdigit():
                 raise PlanError(f"plan: stacks: {name!r} is not legal; legal: names of modules that end in a number")
-
-    def _check_parts(self) -> None:
-        names = self.partition_activations
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise PlanError(f"plan: partition_activations: {names!r} is not legal; legal: names of saved values, or ['all']")
 
     def _check_recompute(self) -> None:
         seen = set[str]()
         for block, policy in self.recompute:
-            if policy not in (*POLICIES, THROUGH) and not (isinstance(policy, str) and _is_sentence(policy)):
+            if policy not in (*POLICIES, THROUGH) and not _is_sentence(policy):
                 legal = ", ".join((*POLICIES, THROUGH))
                 raise PlanError(f"plan: recompute: {policy!r} is not legal; legal: {legal}, or operations behind a verb ({', '.join(VERBS)}), as in 'save mm#0'")
             if block in seen:
@@ -386,7 +379,7 @@ class Plan:
             if data.pop("format") != FORMAT:
                 raise PlanError(f"plan: this file is of another format; legal: {FORMAT}")
             data.pop("regions", None)  # of files from before 2026-11-26: whether blocks were traced once, which none is now
-            return _from_dict(data)
+            return from_data(Plan, data, "plan")
         except PlanError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -409,45 +402,3 @@ class Plan:
         """Stable over processes, machines and time; what was predicted and why does not enter."""
         data = asdict(replace(self, predicted=Prediction(), why=()))
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _from_dict(data: dict[str, Any]) -> Plan:
-    given = _fields_of(Plan, data, "plan")
-    given["axes"] = _pairs("axes", data["axes"])
-    given["groups"] = tuple(map(_group, data["groups"]))
-    given["recompute"] = _pairs("recompute", data.get("recompute", ()))
-    given["predicted"] = _prediction(data.get("predicted", {}))
-    return Plan(**given)
-
-
-def _group(data: dict[str, Any]) -> ParameterGroup:
-    given = _fields_of(ParameterGroup, data, "plan: groups")
-    given["degrees"] = Degrees(**_fields_of(Degrees, data["degrees"], "plan: degrees"))
-    return ParameterGroup(**given)
-
-
-def _prediction(data: dict[str, Any]) -> Prediction:
-    given = _fields_of(Prediction, data, "plan: predicted")
-    given["traffic"] = tuple(Traffic(**_fields_of(Traffic, t, "plan: traffic")) for t in data.get("traffic", ()))
-    for name in ("error", "seconds_error", "reserved_error"):
-        given[name] = _interval(data.get(name))
-    return Prediction(**given)
-
-
-def _fields_of(cls: type, data: dict[str, Any], what: str) -> dict[str, Any]:
-    """A part of a plan file as keywords for a class, lists as tuples; a key that is no field of the class would be lost."""
-    legal = tuple(f.name for f in fields(cls))
-    for key in data:
-        if key not in legal:
-            raise PlanError(f"{what}: {key!r} is not known; {nearest(key, legal)}")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-
-
-def _pairs(name: str, value: Any) -> tuple[tuple[Any, Any], ...]:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise PlanError(f"plan: {name}: {value!r} is not legal; legal: a list of pairs")
-    return tuple((first, second) for first, second in value)
-
-
-def _interval(value: Any) -> tuple[float, float] | None:
-    return None if value is None else (value[0], value[1])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autoshard.typed import check_types
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -14,6 +16,9 @@ class Traffic:
     messages: int
     bytes: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        check_types(self, "plan: predicted: traffic")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Prediction:
     reserved_error: tuple[float, float] | None = None
     budget: int | None = None
     accumulating: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "plan: predicted")
 
     @property
     def peak_bytes(self) -> int:

@@ -306,7 +306,7 @@ def test_bad_policies_are_refused() -> None:
     text = autoshard.plan(Stack(), inputs(), Config(recompute="full")).to_json()
     with pytest.raises(PlanError, match="recompute: 'most' is not legal"):
         Plan.from_json(text.replace('"full"', '"most"'))
-    with pytest.raises(PlanError, match="recompute: 7 is not legal; legal: none, selective, full, through, or operations behind a verb"):
+    with pytest.raises(PlanError, match=r"recompute: .*, 7\).* is not legal; legal: a list, each \[a text, a text\]"):
         Plan.from_json(text.replace('"full"', "7"))
     for policy in ("offload addmm#0", "save addmm#0 offload addmm#1", "save addmm#0 addmm#0", "save addmm#0 save", "save addmm", "save"):
         with pytest.raises(PlanError, match=rf"recompute: '{policy}' is not legal; .*, or operations behind a verb \(save\), as in 'save mm#0'"):

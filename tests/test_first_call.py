@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard import torch_internals
+from autoshard.calibration.device import device_here
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import ConfigError
@@ -334,6 +335,16 @@ def test_what_inductor_alone_can_be_told_is_refused(compile: Callable[..., Any],
     if name == "mode":
         with pytest.raises(autoshard.AutoshardError, match="is for Inductor alone"):
             compile(Layer(), backend="autoshard", **said)(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_what_is_no_number_in_the_environment_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for each, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: "abc"}.items():
+        monkeypatch.setenv(each, value)
+    with pytest.raises(ConfigError, match=f"environment: {name} is 'abc'; legal: a number from 0 on, as torchrun sets it"):
+        processes.launched_rank(), processes.launched_size(), processes.said_of_this_node(), device_here()
 
 
 def test_half_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,23 @@ def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
         ((), "recomputte", [], "plan: 'recomputte' is not known; did you mean 'recompute'?"),
         ((), "axis", [], "plan: 'axis' is not known; did you mean 'axes'?"),
         (("groups", 0), "last_used", 3, "plan: groups: 'last_used' is not known; did you mean 'last_use'?"),
-        (("groups", 0, "degrees"), "optimiser", 8, "plan: degrees: 'optimiser' is not known; did you mean 'optimizer'?"),
+        (("groups", 0, "degrees"), "optimiser", 8, "plan: groups: degrees: 'optimiser' is not known; did you mean 'optimizer'?"),
         (("predicted",), "memry", {}, "plan: predicted: 'memry' is not known; did you mean 'memory'?"),
-        (("predicted", "traffic", 0), "byte", 3, "plan: traffic: 'byte' is not known; did you mean 'bytes'?"),
-        (("predicted",), "error", [0.1], "plan: not a plan file"),
-        ((), "axes", [["shard", 2, 4]], r"plan: axes: \[\['shard', 2, 4\]\] is not legal; legal: a list of pairs"),
-        ((), "recompute", ["layers.0"], r"plan: recompute: \['layers.0'\] is not legal; legal: a list of pairs"),
+        (("predicted", "traffic", 0), "byte", 3, "plan: predicted: traffic: 'byte' is not known; did you mean 'bytes'?"),
+        (("predicted",), "error", [0.1], r"plan: predicted: error: \(0.1,\) is not legal; legal: \[a number, a number\], or null"),
+        ((), "axes", [["shard", 2, 4]], r"plan: axes: .*'shard', 2, 4.* is not legal; legal: a list, each \[a text, a whole number\]"),
+        ((), "axes", [["shard", 8.0]], r"plan: axes: .*'shard', 8.0.* is not legal; legal: a list, each \[a text, a whole number\]"),
+        ((), "axes", 8, r"plan: axes: 8 is not legal; legal: a list, each \[a text, a whole number\]"),
+        ((), "world", 8.0, "plan: world: 8.0 is not legal; legal: a whole number"),
+        ((), "world", True, "plan: world: True is not legal; legal: a whole number"),
+        ((), "bucket", None, "plan: bucket: None is not legal; legal: a whole number"),
+        ((), "recompute", ["layers.0"], r"plan: recompute: \('layers.0',\) is not legal; legal: a list, each \[a text, a text\]"),
+        ((), "groups", {}, "plan: groups: {} is not legal; legal: a list, each ParameterGroup"),
+        (("groups", 0), "degrees", 8, "plan: groups: degrees: 8 is not legal; legal: {...} of parameter, gradient, optimizer"),
+        (("groups", 0), "last_use", "3", "plan: group '.*': last_use: '3' is not legal; legal: a whole number"),
+        (("groups", 0), "parameters", "w", "plan: group '.*': parameters: 'w' is not legal; legal: a list, each a text"),
+        (("groups", 0, "degrees"), "optimizer", "8", "degrees: optimizer: '8' is not legal; legal: a whole number"),
+        (("predicted",), "memory", {"parameters": "1 GiB"}, "plan: predicted: memory: .* is not legal; legal: {a text: a whole number, ...}"),
         ((), "buffers", "rank0", "plan: buffers: 'rank0' is not legal; legal: broadcast, local"),
     ],
 )
@@ -166,6 +178,21 @@ def test_a_plan_must_fit_its_mesh() -> None:
         Plan(4, (("shard", 4),), (ParameterGroup("a", ("a", "b"), alone), ParameterGroup("b", ("b",), alone)))
     with pytest.raises(ConfigError, match="makes 4 processes; the job has 8"):
         make_plan(_blocks(), Config(mesh={"shard": 4}), _where(8))
+
+
+def test_what_a_plan_file_does_not_say_is_named() -> None:
+    data = json.loads(make_plan(_blocks(), Config(zero=2), _where()).to_json())
+    del data["groups"][0]["degrees"]["gradient"]
+    with pytest.raises(PlanError, match="plan: groups: degrees: 'gradient' is missing; legal: all of parameter, gradient, optimizer"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_plan_of_more_messages_than_a_step_can_have_is_refused() -> None:
+    large = Inventory("Net", (_info("up", 8192, 8192),))
+    plan = Plan(4, (("shard", 4),), (ParameterGroup("", ("up",), Degrees(1, 4, 4)),))
+    check_plan_fits(replace(plan, message=2**12), large, 4)
+    with pytest.raises(PlanError, match="plan: message: 1 bytes make 268435456 messages of this model; legal: 0, or at most 100000 messages"):
+        check_plan_fits(replace(plan, message=1), large, 4)
 
 
 def test_a_plan_must_fit_its_model() -> None:

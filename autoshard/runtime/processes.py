@@ -47,18 +47,26 @@ def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launcher_says(name: str) -> int | None:
+    """A number that the launcher left in the environment, if it did. ConfigError if it is none."""
+    said = os.environ.get(name)
+    if said is not None and not said.isdecimal():
+        raise ConfigError(f"environment: {name} is {said!r}; legal: a number from 0 on, as torchrun sets it")
+    return None if said is None else int(said)
+
+
 def launched_size() -> int:
     """How many processes the job has, as far as this one can tell."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
+    return launcher_says("WORLD_SIZE") or 1 if _launched() else 1
 
 
 def launched_rank() -> int:
     """Which of them this one is, before it joined them too."""
     if dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ["RANK"]) if _launched() else 0
+    return launcher_says("RANK") or 0 if _launched() else 0
 
 
 def on_one_machine() -> bool:
@@ -68,8 +76,7 @@ def on_one_machine() -> bool:
 
 def said_of_this_node() -> int | None:
     """How many of the job's processes are on this machine, if the launcher says it."""
-    said = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if said is None else int(said)
+    return launcher_says("LOCAL_WORLD_SIZE")
 
 
 def per_node(hosts: Sequence[str]) -> int:
@@ -127,7 +134,7 @@ def _refuse_slow_transport(device: torch.device) -> None:
 
 def _meet(patience: Patience) -> Any:
     """Waits until every process wants the group: torch, which would wait too, cannot say for whom."""
-    store, rank, size = patience.wait_for_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, size = patience.wait_for_store(), launched_rank(), launched_size()
     Agreement(store, rank, size, f"job{next(_count_groups)}", "the job", patience).reach({}, lambda _: "")
     return store
 
