@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
+from autoshard.exact_types import refuse_exact_types
 from autoshard.family import members_of
 from autoshard.heap import alive
 from autoshard.runtime.state import ModelState, refuse_unusable
@@ -24,6 +25,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     refuse_recurrent(model)
     refuse_sparse(model)
     refuse_wrapped(model)
+    refuse_exact_types(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(

@@ -162,6 +162,26 @@ def test_on_one_process_each_model_of_a_class_has_a_state_of_its_own(kept: bool)
         gc.collect()
 
 
+def deleted(zero: int) -> list[bool]:
+    """Whether what a model was made of is there when it is not any more; each of several has small parameters that stay whole."""
+    alive = []
+    for _ in range(2):
+        model, _, compiled = compiled_pair(config(zero, replicate_below=20))
+        optimizer = torch.optim.AdamW(model.parameters())
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+        optimizer.step()
+        alive += [weakref.ref(x) for x in (model, *model.children(), *model.parameters())]
+        del model, compiled, optimizer
+        torch.compiler.reset()
+    gc.collect()
+    return [ref() is not None for ref in alive]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_model_that_was_deleted_is_gone(two: Cluster, zero: int) -> None:
+    assert not any(map(any, two.run(deleted, zero)))
+
+
 class Strided(nn.Module):
     """What does not lie as it is counted: a part of every other row, a transposed one, one value for all, and a parameter."""
 

@@ -11,6 +11,7 @@ shape, which takes no memory itself, receives it from autograd and passes it on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,7 +36,8 @@ class Holder:
 
     def __post_init__(self) -> None:
         self.leaf = self._nothing().requires_grad_()
-        self.leaf.register_post_accumulate_grad_hook(self._pass_on)
+        pass_on = weakref.WeakMethod(self._pass_on)  # such a hook is not seen by the collector: what it holds would never be freed
+        self.leaf.register_post_accumulate_grad_hook(lambda leaf: (found := pass_on()) and found(leaf))
 
     def _nothing(self) -> Tensor:
         nothing = torch.zeros((), dtype=self.parameter.dtype, device=self.parameter.device)

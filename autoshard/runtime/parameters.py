@@ -159,9 +159,16 @@ def _make_class(
     return _named_alike(cls, body)
 
 
+class _Quiet:
+    """A first base of subclasses of which no class of the user's is told."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing: those of a user's classes register what is made of them, or ask for keywords."""
+
+
 def _named_alike(cls: type, body: dict[str, Any]) -> type:
     """A subclass that goes by the name of `cls`."""
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
+    return type(cls.__name__, (_Quiet, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
 
 
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:
