@@ -247,7 +247,7 @@ def _cluster(arguments: argparse.Namespace, nodes: int | None, per_node: int | N
 
 
 def _optimizer(candidate: Candidate) -> Existing | None:
-    """What the file's optimizer factory makes; None if it has none."""
+    """What the file's optimizer factory makes, one or several; None if it has none."""
     factory = candidate.optimizer_factory
     if factory is None:
         return None
@@ -255,9 +255,10 @@ def _optimizer(candidate: Candidate) -> Existing | None:
         made = factory(list(candidate.model.parameters()))
     except Exception as error:
         raise ModelFileError(f"the optimizer factory failed: {type(error).__name__}: {error}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ModelFileError(f"the optimizer factory returned {type(made).__name__}; legal: a torch optimizer")
-    return Existing([made], names_of(candidate.model))
+    every: list[Any] = list(made) if isinstance(made, list | tuple) and made else [made]
+    if wrong := [each for each in every if not isinstance(each, torch.optim.Optimizer)]:
+        raise ModelFileError(f"the optimizer factory returned {type(wrong[0]).__name__}; legal: a torch optimizer, or a list of several")
+    return Existing(every, names_of(candidate.model))
 
 
 def show(answer: Answer, arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.cost_model.optimizer import Make
 from autoshard.errors import ModelFileError, first_line
 
 _PASTE = """
@@ -30,7 +31,7 @@ class Candidate:
 
     model: nn.Module
     example_inputs: Any
-    optimizer_factory: Callable[[Any], torch.optim.Optimizer] | None = None
+    optimizer_factory: Make | None = None
 
 
 def from_file(spec: str) -> Candidate:

@@ -103,14 +103,14 @@ def stepping(optimizer: Make | Existing | None, inventory: Inventory, config: Co
 
 
 def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
-    """Makes optimizers that step all parameters at once, or on rows, where a job's will."""
-    if cluster.world == 1:
-        return make
+    """Makes optimizers that step all parameters at once, or on rows, where a job's will; and of torch's Adafactor, which asks for values,
+    one that takes as much without them."""
+    fuses = config.fuse_optimizer and cluster.world > 1
 
     def changed(optimizer: Optimizer) -> Optimizer:
         if type(optimizer) is torch.optim.Adafactor:
             return Adafactor(optimizer.param_groups)
-        for group in optimizer.param_groups if config.fuse_optimizer and not unfusable(optimizer) else ():
+        for group in optimizer.param_groups if fuses and not unfusable(optimizer) else ():
             group["fused"] = True
         return optimizer
 

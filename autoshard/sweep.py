@@ -221,7 +221,8 @@ def _plans(forecast: Forecaster, config: Config, where: Circumstances) -> list[P
         return [pinned]
     plans = [q for p in at_stages(inventory, config, where) for q in ((p, keeping_none(p)) if dropped(p) else (p,))]
     possible = [p for p in plans if where.budget is None or forecast.at_least(p) <= where.budget]
-    return [p for stage in possible or plans[-1:] for p in _recomputed(stage, config)]  # if none is, the one that takes the least
+    possible = possible or [min(reversed(plans), key=forecast.at_least)]  # which of its equals keeps no copies
+    return [p for stage in possible for p in _recomputed(stage, config)]
 
 
 def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:

@@ -42,13 +42,23 @@ def build():
 def with_sgd():
     return Net(), (torch.zeros(2, 4096),), lambda ps: torch.optim.SGD(ps, lr=0.1)
 
+def with_two():
+    return Net(), (torch.zeros(2, 4096),), lambda ps: [torch.optim.SGD(ps[:2], lr=0.1), torch.optim.SGD(ps[2:], lr=0.1)]
+
+def with_no_optimizers():
+    return Net(), (torch.zeros(2, 4096),), lambda ps: [torch.optim.SGD(ps[:2], lr=0.1), 7]
+
 def in_groups():
     def factory(ps):
         return torch.optim.SGD([{"params": ps[:1], "momentum": 0.0}, {"params": ps[1:3], "momentum": 0.9}], lr=0.1)
     return Net(), torch.zeros(2, 4096), factory
 
+class Asking(torch.optim.SGD):
+    def step(self, closure=None):
+        assert self.param_groups[0]["params"][0].sum().item() != 0.5
+
 def of_values():
-    return Net(), torch.zeros(2, 4096), lambda ps: torch.optim.Adafactor(ps)
+    return Net(), torch.zeros(2, 4096), lambda ps: Asking(ps)
 
 def in_halves():
     return Net().bfloat16(), torch.zeros(2, 4096, dtype=torch.bfloat16)
@@ -175,7 +185,7 @@ def test_what_is_being_done_is_said_on_a_terminal_alone(
 
 
 def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch's Adafactor asks for values; its step is not free for that."""
+    """An optimizer that asks for values; its step is not free for that."""
     assert main(["plan", f"{model}:of_values"]) == 0
     out = capsys.readouterr().out
     assert "No communication." in out and "Not modelled: the optimizer's own state and step (Adam's are assumed)" in out
@@ -223,10 +233,10 @@ def test_json_is_a_plan_that_can_be_pinned(model: str, tmp_path: Path, capsys: p
 
 def test_the_optimizer_of_the_file_counts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {}
-    for name in ("build", "with_sgd"):
+    for name in ("build", "with_sgd", "with_two"):
         assert main(["plan", f"{model}:{name}", "--json"]) == 0
         sizes[name] = Plan.from_json(capsys.readouterr().out).predicted.memory.get("optimizer", 0)
-    assert sizes["with_sgd"] == 0 and sizes["build"] > 0
+    assert sizes["with_sgd"] == sizes["with_two"] == 0 and sizes["build"] > 0
 
 
 def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
@@ -248,6 +258,7 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["{model}:of_others"], "example inputs: RuntimeError: a and b must have same reduction dim, but got [2, 4] X [5, 8]"),
         (["{model}:breaks"], "Net: its graph breaks before it uses any parameter, so there is no step to predict"),
         (["{model}:stepped"], "returned no optimizer factory but SGD; legal: a callable, such as lambda"),
+        (["{model}:with_no_optimizers"], "the optimizer factory returned int; legal: a torch optimizer, or a list of several"),
         (["{model}:fails"], "failed: KeyError: 'hello'"),
         (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
         (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard import optim
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED, Existing, like, memory
 
 
@@ -31,6 +34,15 @@ def test_an_optimizer_is_measured_by_stepping_it() -> None:
     users.param_groups[0]["params"][0].grad = torch.ones(2)
     assert memory(like(users, [0, 0]), rows, foreach=False) == of_users
     assert torch.equal(users.param_groups[0]["params"][0], before) and not users.state
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_of_torch_s_adafactor_no_moments_are_counted(world: int) -> None:
+    """It asks for values, and Adam's would be assumed."""
+    plan = autoshard.plan(
+        nn.Linear(256, 256), torch.zeros(2, 256), autoshard.Config(zero=0), Cluster(1, world, DEVICES["h100"]), torch.optim.Adafactor
+    )
+    assert plan.predicted.memory["optimizer"] < 16 * 256 and not any("assumed" in unknown for unknown in plan.predicted.unknown)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])

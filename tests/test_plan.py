@@ -272,24 +272,45 @@ def test_the_budget_that_an_error_names_is_enough() -> None:
         assert make_plan(large, Config(zero=zero, memory_budget=budget), _where(8, budget), forecast).predicted.footprint <= budget
 
 
+RACKS = {"replicate": 4, "shard": 2}
+
+
 @pytest.mark.parametrize(
-    ("world", "zero", "mib", "activations", "said"),
+    ("world", "said", "mib", "activations", "fix"),
     [
-        (1, 1, 1, 0, "more than one process, or a budget of"),
-        (8, 1, 1, 0, 'zero="auto" or zero=3'),
-        (8, "auto", 4.5, 0, "more than 8 processes, or a budget of"),
-        (8, "auto", 4.5, 2**33, "a smaller batch, or a budget of 8.* GiB, of which activations take 8.00 GiB"),
+        (1, {"zero": 1}, 1, 0, "more than one process, or a budget of"),
+        (1, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
+        (8, {"zero": 1}, 30, 0, 'zero="auto" or zero=3, or a budget of'),
+        (8, {"zero": 1}, 10, 0, 'more than 8 processes, with zero="auto" or zero=3, or a budget of'),
+        (8, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
+        (8, {}, 10, 0, "more than 8 processes, or a budget of"),
+        (8, {}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB, of which activations take 8.00 GiB"),
+        (8, {"mesh": RACKS}, 30, 0, "no mesh, or one that shards over more processes, or a budget of"),
+        (8, {"mesh": RACKS}, 10, 0, "more than 8 processes, with no mesh, or one that shards over more processes, or a budget of"),
+        (8, {"replicate_below": 10**8}, 30, 0, 'replicate_below="auto", or a budget of'),
+        (8, {"replicate_below": 10**8, "zero": 0}, 30, 0, 'zero="auto" or zero=3 and replicate_below="auto", or a budget of'),
+        (8, {"recompute": "none"}, 30, 2**30, 'recompute="auto", or a budget of'),
+        (8, {"recompute": "none"}, 10, 2**30, "a smaller batch, or a budget of 1.* GiB, of which activations take 1.00 GiB"),
     ],
 )
-def test_what_a_fix_names_would_help(world: int, zero: Any, mib: float, activations: int, said: str) -> None:
-    budget = int(mib * 2**20)
+def test_what_a_fix_names_would_help(world: int, said: dict[str, Any], mib: int, activations: int, fix: str) -> None:
+    """Of a model that takes 130 MiB in one process."""
+    budget = mib * 2**20
 
     def forecast(plan: Plan) -> Plan:
         memory = {**plan.predicted.memory, "activations": activations}
         return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
 
-    with pytest.raises(BudgetError, match=f"Cheapest fix: {said}"):
-        make_plan(_blocks(), Config(zero=zero, memory_budget=budget), _where(world, budget), forecast)
+    with pytest.raises(BudgetError, match=f"Cheapest fix: {fix}"):
+        make_plan(_blocks(64), Config(memory_budget=budget, **said), _where(world, budget), forecast)
+
+
+@pytest.mark.parametrize("said", [{"zero": 1}, {"mesh": RACKS}, {"replicate_below": 10**8}, {"replicate_below": 10**8, "zero": 0}])
+def test_a_fix_that_is_followed_helps(said: dict[str, Any]) -> None:
+    budget = 30 * 2**20
+    with pytest.raises(BudgetError):
+        make_plan(_blocks(64), Config(memory_budget=budget, **said), _where(8, budget))
+    assert make_plan(_blocks(64), Config(memory_budget=budget), _where(8, budget)).predicted.peak_bytes <= budget
 
 
 def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:

@@ -221,6 +221,15 @@ def test_a_stage_is_left_out_only_if_the_optimizer_at_hand_does_not_fit(optimize
     assert (0 in {max(g.degrees.stage for g in way.plan.groups) for way in sweep.ways}) is possible
 
 
+def test_where_nothing_fits_it_shows_what_takes_the_least() -> None:
+    """Not rows that each node has all of."""
+    torch.compiler.reset()
+    nodes = Cluster(2, 2, DEVICES["h100"])
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    sweep = autoshard.sweep(model, torch.zeros(4, 512), Config(memory_budget="1MiB", codegen="eager", recompute="none"), nodes)
+    assert [(way.plan.stage, way.plan.axes) for way in sweep.ways] == [(3, (("shard", 4),))]
+
+
 def test_it_chooses_the_fastest_that_fits() -> None:
     sweep = _swept("small", "eager")
     swept = sweep.at(batch=np.arange(1, 9), sequence=16)

@@ -26,12 +26,12 @@ from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.choose_whole import choose_whole
 from autoshard.passes.costs import costs_of, scarce_rows
 from autoshard.passes.group_parameters import group_parameters
+from autoshard.passes.shortage import REPLICATE_BELOW, cheapest_fix, leaving_more_open
 from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POWERSGD, Degrees, ParameterGroup, Plan
 from autoshard.prediction import Prediction, Traffic
-from autoshard.units import bytes_text, counted, enough_text
+from autoshard.units import bytes_text, counted
 
 HARDLY = 1.2  # times as long on the wire
-REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 
 
 Axes = tuple[tuple[str, int], ...]
@@ -235,32 +235,14 @@ def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, w
     short = least.predicted.footprint - where.budget
     if short <= 0:
         return
+    leanest = min(at_stages(inventory, leaving_more_open(config), where), key=lambda plan: plan.predicted.footprint)
     place = f" (at {least.predicted.place})" if least.predicted.place else ""
     raise BudgetError(
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
         f"ZeRO-{least.stage} on {counted(least.world, 'process', 'processes')}"
         f"{_with(least)}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
-        f"Cheapest fix: {_fix(least, inventory, config, where)}"
+        f"Cheapest fix: {cheapest_fix(least, leanest, inventory, config, where.budget)}"
     )
-
-
-def _fix(least: Plan, inventory: Inventory, config: Config, where: Circumstances) -> str:
-    assert where.budget is not None
-    memory, enough = least.predicted.memory, f"a budget of {enough_text(least.predicted.footprint)}"
-    if least.low_rank:
-        return f"another compression, with which rows can be sharded, or {enough}"
-    if least.world == 1:
-        return f"more than one process, or {enough}"
-    if config.zero not in ("auto", 3):
-        return 'zero="auto" or zero=3'
-    if said := scarce_rows(least, inventory):
-        return f"{enough}, since more processes would not help: {said}"
-    divided = sum(memory.get(c, 0) for c in ("parameters", "gradients", "optimizer"))
-    if least.predicted.footprint - divided < where.budget:
-        return f"more than {least.world} processes, or {enough}"
-    largest = max((c for c in memory if c not in ("parameters", "gradients", "optimizer")), key=lambda c: memory[c])
-    smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") else ""
-    return f"{smaller}{enough}, of which {largest} take {bytes_text(memory[largest])}"
 
 
 def _at_stage(
