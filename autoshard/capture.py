@@ -143,6 +143,7 @@ def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) 
             [x for x in inputs if isinstance(x, nn.Parameter)],
             in_order_of_last_use(captured.graph, inputs),
             rows_looked_up(captured.graph, inputs),
+            torch_internals.graph_break(captured.graph) is not None,
         ),
         graph=captured.graph,
         inputs=tuple(p.meta["example_value"] if id(x) in shown else x for x, p in zip(inputs, places)),

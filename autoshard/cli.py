@@ -24,7 +24,7 @@ from autoshard import flags
 from autoshard.cache import writable, write_at_once
 from autoshard.calibrate import calibrate
 from autoshard.config import Config
-from autoshard.console import doing, live
+from autoshard.console import doing, live, saying_once
 from autoshard.cost_model.cluster import Cluster, cache_file, measured_here
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import Existing
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "calibrate":
             return _calibrate(arguments)
-        with contextlib.redirect_stdout(sys.stderr), live(console):  # what a model file prints is not the plan
+        with contextlib.redirect_stdout(sys.stderr), live(console), saying_once():  # what a model file prints is not the plan
             answer = _sweep(arguments) if arguments.command == "sweep" else _plan(arguments, console)
         show(answer, arguments)
     except AutoshardError as error:

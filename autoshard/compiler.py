@@ -35,6 +35,7 @@ from autoshard.heap import one_look
 from autoshard.inventory import device_of, names_of
 from autoshard.kernels import launcher
 from autoshard.ops.collectives import Collectives
+from autoshard.ops.unshard_parameter import unshard_parameter
 from autoshard.owner import find_owner, with_family
 from autoshard.passes import registry
 from autoshard.passes.base import Context
@@ -88,6 +89,7 @@ class Backend:
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], **said: Any) -> Callable[..., Any]:
         """What torch.compile asks of a backend: something that runs `gm`. ConfigError if torch.compile was said more."""
         _refuse(said)
+        torch_internals.fall_back_in_spite_of(unshard_parameter, gm)
         if any(isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs):
             torch_internals.guard_parameters()
         state = self._state_for(inputs)

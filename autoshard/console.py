@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -44,6 +46,23 @@ class Phases:
     def warn(self, text: str) -> None:
         """A line on every rank, in others' words as they are: something is not as it should be."""
         self._console.print(f"[bold yellow]autoshard[/] {escape(text)}")
+
+
+@contextmanager
+def saying_once() -> Iterator[None]:
+    """Each warning of the inside is said once, however many graphs it is of: torch has Python forget which ones it gave."""
+    said, show = set[str](), warnings.showwarning
+
+    def once(message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = once
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from autoshard import torch_internals
 from autoshard.capture import Capture
 from autoshard.errors import UnsupportedError
 from autoshard.family import used_in
@@ -31,7 +32,8 @@ class FirstGraph:
     def given(model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> FirstGraph:
         """As Dynamo gives it to a backend, of whole parameters."""
         used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
-        inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)), rows_looked_up(gm, inputs))
+        broken = bool(torch_internals.graph_break(gm) or torch_internals.behind_a_break())
+        inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)), rows_looked_up(gm, inputs), broken)
         names = names_of(model)
         whole = {
             n: names[id(x)] for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs) if id(x) in names

@@ -51,7 +51,7 @@ from autoshard.passes.choose_unshard import copies_of_blocks, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.partition_activations import ALL, Parted, parted
 from autoshard.plan import Plan
-from autoshard.prediction import Traffic
+from autoshard.prediction import BEHIND_A_BREAK, Traffic
 from autoshard.rehearsal import (
     DEFAULT,
     Kind,
@@ -132,7 +132,8 @@ class Forecaster:
         """What its prediction leaves out, or had to assume."""
         *_, unknown = self.simulated(plan)
         early = ("copies that are gathered before a step begins",) if plan.early else ()
-        return (*unknown, *early, *_strange(self.cluster), *_behind(self.captured))
+        broken = (BEHIND_A_BREAK,) if self.captured.inventory.broken else ()
+        return (*unknown, *early, *_strange(self.cluster), *_behind(self.captured), *broken)
 
     def _accumulating(self, plan: Plan, curve: Curve) -> int | None:
         """The peak where gradients of an earlier backward are there from the start; when the optimizer steps there are no others.
@@ -311,8 +312,9 @@ class Forecaster:
         assumed = () if memory else ("the optimizer's own state and step (Adam's are assumed)",)
         memory = memory or _as_adam(trained)
         sharded = sum(plan.group_of[p.name].degrees.optimizer > 1 for p in filter(is_trained, infos))
+        later = _bytes_of(plan, (p for p in infos if p.later and is_trained(p)))
         held = Held(categories, memory.state, memory.scratch, apart, memory.moved, len(trained) - sharded, sharded)
-        return replace(held, earlier=self._earlier(plan)), assumed
+        return replace(held, earlier=self._earlier(plan), later=later), assumed
 
     def _earlier(self, plan: Plan) -> int:
         """Bytes of gradients of earlier batches when a step's last one comes: inside `no_sync` they are whole where they may be."""
@@ -370,7 +372,7 @@ def _behind(captured: Capture) -> tuple[str, ...]:
 def _guessed(program: Program) -> tuple[str, ...]:
     """What operations have no rule; their bytes stand for them."""
     names = {o.name for o in program.operations if not o.parts[1:] and kind_of(o.node) == "other"}
-    return (f"a rule for {', '.join(sorted(names))} (costed by bytes)",) if names else ()
+    return tuple(f"a rule for {name} (costed by bytes)" for name in sorted(names))
 
 
 def _strangers(program: Program, groups: Mapping[str, Group]) -> tuple[str, ...]:

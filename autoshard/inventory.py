@@ -18,7 +18,8 @@ from autoshard.errors import UnsupportedError
 @dataclass(frozen=True)
 class ParameterInfo:
     """One parameter. Shared (tied) parameters appear once, under their first name. last_use: its place in the order in which
-    forward is done with parameters, the reverse of that in which backward needs them. looked_up: how many rows of it a process's
+    forward is done with parameters, the reverse of that in which backward needs them. later: no
+    captured graph has it, and one behind a graph break may. looked_up: how many rows of it a process's
     batch asked for, if it is used as an embedding's weight, and as that once; else 0. tied: it is used otherwise too, as a head's weight
     is."""
 
@@ -31,6 +32,7 @@ class ParameterInfo:
     last_use: int = 0
     looked_up: int = 0
     tied: bool = False
+    later: bool = False
 
     @property
     def elements(self) -> int:
@@ -57,6 +59,11 @@ class Inventory:
     parameters: tuple[ParameterInfo, ...]
 
     @property
+    def broken(self) -> bool:
+        """Whether the captured graph ended at a graph break, before it had all of them."""
+        return any(p.later for p in self.parameters)
+
+    @property
     def covered(self) -> float:
         """Share of the elements that the captured graph uses."""
         total = sum(p.elements for p in self.parameters)
@@ -78,9 +85,10 @@ def take_inventory(
     used_in_order: Iterable[nn.Parameter],
     by_last_use: Iterable[nn.Parameter] = (),
     looked_up: Mapping[int, Lookup] | None = None,
+    broken: bool = False,
 ) -> Inventory:
     """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs, `by_last_use` the
-    same by `in_order_of_last_use`, `looked_up` by `rows_looked_up`. Where one is not given, the order before it stands for it, and for the first the
+    same by `in_order_of_last_use`, `looked_up` by `rows_looked_up`. broken: that graph ended at a graph break. Where one is not given, the order before it stands for it, and for the first the
     model's own."""
     names = names_of(model)
     parameters = {id(p): p for p in model.parameters()}
@@ -90,7 +98,7 @@ def take_inventory(
     return Inventory(
         type(model).__name__,
         tuple(
-            _info(names[key], parameters[key], i < len(used), last[key], (looked_up or {}).get(key, NEVER))
+            _info(names[key], parameters[key], i < len(used), last[key], (looked_up or {}).get(key, NEVER), broken and i >= len(used))
             for i, key in enumerate(order)
         ),
     )
@@ -160,18 +168,18 @@ def in_order_of_last_use(gm: GraphModule, inputs: Sequence[object]) -> list[nn.P
     return [inputs[i] for _, i in sorted(found)]  # type: ignore[misc]
 
 
-def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, lookup: Lookup) -> ParameterInfo:
+def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, lookup: Lookup, later: bool) -> ParameterInfo:
     if isinstance(parameter, UninitializedParameter):
         raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterInfo(
-        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use, lookup.rows, lookup.tied
+        name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use, lookup.rows, lookup.tied, later
     )
 
 
 def is_trained(parameter: ParameterInfo) -> bool:
     """Whether backward gives it a gradient."""
-    return parameter.trained and parameter.used and floating(parameter.dtype)
+    return parameter.trained and (parameter.used or parameter.later) and floating(parameter.dtype)
 
 
 def floating(dtype: str) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from autoshard.typed import check_types
 
+BEHIND_A_BREAK = "what is computed and saved behind a graph break"  # among what a prediction leaves out
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -53,6 +55,11 @@ class Prediction:
     def peak_bytes(self) -> int:
         """The most bytes at once, of the categories that are known."""
         return sum(self.memory.values())
+
+    @property
+    def of_a_part(self) -> bool:
+        """Whether only the first graph of several was looked at: a step takes at least so much."""
+        return BEHIND_A_BREAK in self.unknown
 
     @property
     def footprint(self) -> int:

@@ -205,6 +205,8 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     predicted = plan.predicted
     if not predicted.place:
         return []
+    if predicted.of_a_part:
+        return [Text(f"The peak of the first graph is at {predicted.place}; what comes behind the graph break is not in it.")]
     between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
     never = "Never compared with a measurement on this kind of device."
     reserved = [bytes_text(round((predicted.reserved or 0) * (1 + e))) for e in predicted.reserved_error or ()]
@@ -223,6 +225,8 @@ def _fits(plan: Plan) -> list[RenderableType]:
     if predicted.budget is None:
         return []
     over, budget = predicted.footprint - predicted.budget, f"{bytes_text(predicted.budget)}, what a process may use."
+    if predicted.of_a_part:
+        return [Text(f"A step takes at least {bytes_text(predicted.footprint)} of {budget}", style="yellow")]
     if over > 0:
         return [Text(f"The step takes {bytes_text(over)} more than {budget}", style="yellow")]
     return [Text(f"The step fits into {budget}")] if predicted.place else []
@@ -245,6 +249,8 @@ def _time_part(plan: Plan) -> list[RenderableType]:
     for part, seconds in predicted.seconds.items():
         table.add_row(part, f"{seconds * 1e3:.2f}")
     table.add_row("in all", f"{predicted.step_seconds * 1e3:.2f}", style="bold")
+    if predicted.of_a_part:
+        return [table, Text("Of the first graph alone, and of the whole optimizer's step."), Text("")]
     between = [f"{predicted.step_seconds * (1 + e) * 1e3:.2f} ms" for e in predicted.seconds_error or ()]
     never = "Times from figures like this device's were never compared with a measurement."
     return [table, _sure("Measured steps took", between, never), Text("")]

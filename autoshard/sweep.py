@@ -20,6 +20,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from autoshard import torch_internals
 from autoshard.capture import Capture
 from autoshard.config import Config
 from autoshard.console import doing
@@ -152,6 +153,7 @@ class Sweep:
         return {name: np.broadcast_to(v, shape) for name, v in given.items()}
 
 
+@torch_internals.without_libraries_of_cpus()
 def sweep(
     model: nn.Module,
     example_inputs: Any,

@@ -31,6 +31,7 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,  # seen: 2.11, 2.13; None where Dynamo looks at no frame
 )
 from torch._decomp import get_decompositions  # seen: 2.11, 2.13
+from torch._dynamo import trace_rules
 from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
 from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
 from torch._dynamo.exc import (
@@ -81,6 +82,7 @@ __all__ = [
     "each_divided",
     "emit_artifact",
     "entering_again",
+    "fall_back_in_spite_of",
     "first_cause",
     "fused_adam",
     "fused_sgd",
@@ -145,6 +147,7 @@ __all__ = [
     "without_autograd_cache",
     "without_budgets",
     "without_hooks",
+    "without_libraries_of_cpus",
     "without_repeats",
     "wrap_compiled",
     "written_position",
@@ -182,6 +185,29 @@ def restart_trace(reason: str) -> None:
     """
     InstructionTranslator.current_tx().speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def fall_back_in_spite_of(function: Callable[..., Any], gm: torch.fx.GraphModule) -> None:
+    """Has Dynamo break a graph that a backend cannot compile as it does for any other backend (one that needs a tensor's value, say),
+    though `function`, which was allowed in graphs, is in it: of a user's such function it would not know where to break. Only legal inside a
+    backend call. Seen: 2.11, 2.13."""
+    allowed = {n.target for n in gm.graph.find_nodes(op="call_function", target=function)}
+    others = (n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not function)
+    if allowed and not any(trace_rules.is_callable_allowed(other) for other in others):
+        InstructionTranslator.current_tx().output.has_user_defined_allowed_in_graph = False
+
+
+@contextlib.contextmanager
+def without_libraries_of_cpus() -> Iterator[None]:
+    """Traces convolutions of any batch alike: else torch asks by which of a CPU's libraries each would be computed, for other devices too,
+    and a trace holds only for the batches that these take. Public settings of the first one warn of TF32. Seen: 2.11, 2.13."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.backends.nnpack.flags(enabled=False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def ignore_messages_given_once() -> None:

@@ -53,6 +53,16 @@ def in_groups():
         return torch.optim.SGD([{"params": ps[:1], "momentum": 0.0}, {"params": ps[1:3], "momentum": 0.9}], lr=0.1)
     return Net(), torch.zeros(2, 4096), factory
 
+def warning():
+    import warnings
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.warn("of a loader")
+    return Net(), torch.zeros(2, 4096)
+
+def with_adafactor():
+    return Net(), torch.zeros(2, 4096), lambda ps: torch.optim.Adafactor(ps)
+
 class Asking(torch.optim.SGD):
     def step(self, closure=None):
         assert self.param_groups[0]["params"][0].sum().item() != 0.5
@@ -201,8 +211,14 @@ def test_an_optimizer_s_groups_are_as_its_factory_makes_them(model: str, capsys:
 
 
 def test_what_steps_on_rows_is_modelled(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{model}:of_values", "--nproc-per-node", "2"]) == 0
+    assert main(["plan", f"{model}:with_adafactor", "--nproc-per-node", "2"]) == 0
     assert "the optimizer's own state" not in capsys.readouterr().out
+
+
+def test_a_warning_is_said_once(model: str) -> None:
+    with pytest.warns(UserWarning) as found:
+        assert main(["plan", f"{model}:warning"]) == 0
+    assert [str(each.message) for each in found if "of a loader" in str(each.message)] == ["of a loader"]
 
 
 def test_a_model_of_which_nothing_is_trained_has_a_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:

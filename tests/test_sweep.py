@@ -221,6 +221,14 @@ def test_a_stage_is_left_out_only_if_the_optimizer_at_hand_does_not_fit(optimize
     assert (0 in {max(g.degrees.stage for g in way.plan.groups) for way in sweep.ways}) is possible
 
 
+def test_a_convolution_is_traced_for_any_batch() -> None:
+    """Not only for those that some library of a CPU's takes."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
+    sweep = autoshard.sweep(model, torch.zeros(2, 3, 16, 16), Config(memory_budget="1GiB", codegen="eager"), TWO)
+    assert sweep.largest() > 15 and sweep.valid(batch=[15, 16, 64]).all()
+
+
 def test_where_nothing_fits_it_shows_what_takes_the_least() -> None:
     """Not rows that each node has all of."""
     torch.compiler.reset()

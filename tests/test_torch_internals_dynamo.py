@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from functorch.compile import aot_module_simplified
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autoshard import torch_internals
@@ -44,6 +45,43 @@ def test_restart_trace_traces_again() -> None:
 
     assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2, 2]
     assert len(calls) == 2
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def allowed(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def users(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize("function", [allowed, users])
+def test_a_graph_is_broken_in_spite_of_a_function_that_was_allowed_in_it(function: Any) -> None:
+    """Of a user's own it is an error, as with any backend."""
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        torch_internals.fall_back_in_spite_of(allowed, gm)
+        return aot_module_simplified(gm, inputs, fw_compiler=lambda graph, _: graph.forward)
+
+    def sized(x: Tensor, size: Tensor) -> Tensor:
+        return allowed(function(x).new_ones(size))
+
+    torch.compiler.reset()
+    compiled: Any = torch.compile(sized, backend=backend)
+    if function is allowed:
+        assert compiled(torch.ones(3), torch.tensor(3)).tolist() == [2, 2, 2]
+    else:
+        with pytest.raises(RuntimeError, match="DataDependentOutputException"):
+            compiled(torch.ones(3), torch.tensor(3))
+
+
+def test_convolutions_are_traced_without_the_libraries_of_a_cpu() -> None:
+    before = torch.backends.mkldnn.enabled
+    with torch_internals.without_libraries_of_cpus():
+        assert not torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled == before
 
 
 def test_optimized_module_is_what_compile_returns() -> None:

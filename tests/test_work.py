@@ -138,6 +138,21 @@ def test_products_of_experts_are_counted_and_are_matmuls() -> None:
     assert not any(work_of(Operation(n, "forward", (), ())).guessed for n in found)
 
 
+def test_products_of_experts_in_fp32_are_counted_too() -> None:
+    """transformers' own operators, which torch.compile calls where torch's takes bf16 alone."""
+    pytest.importorskip("transformers.integrations.moe")
+    x, weight = torch.zeros(6, 16, requires_grad=True), torch.zeros(2, 16, 32, requires_grad=True)
+
+    def step(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = torch.ops.transformers.grouped_mm_fallback(x, weight, ends)
+        return torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+
+    traced = make_fx(step, tracing_mode="fake")(x, weight, torch.tensor([2, 6], dtype=torch.int32))
+    found = [n for n in traced.graph.nodes if "grouped_mm" in str(n.target)]
+    assert [flops_of(n) for n in found] == [2 * 6 * 16 * 32, 2 * 2 * 6 * 16 * 32]
+    assert not any(work_of(Operation(n, "forward", (), ())).guessed for n in found)
+
+
 def test_convolutions_in_fp32_are_as_fast_as_tf32() -> None:
     """Which torch's matmuls are not, unless they are told to be."""
     took = {kind: float(seconds(Work(kind, 10**13, 0, 0), DEVICES["a100"])) for kind in ("convolution", "matmul")}  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from autoshard.cost_model.sizes import Open, Size, bytes_of
 class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
     optimizer: bytes of its state; scratch: of each tensor that its step has for a while. apart: bytes of parameters that the
-    graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
+    graphs do not use; later: of the gradients of those that graphs behind a break do. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
     parameters are trained, those of which a process has all and those of which it has rows. by_itself: of a block, whose tangents are
     what others give. earlier: bytes of gradients of earlier batches, to which those of this one are added."""
 
@@ -30,6 +30,7 @@ class Held:
     sharded: int = 0
     by_itself: bool = False
     earlier: Size = 0
+    later: Size = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def program_of(
             made.category = "activations"
     program.add(held.optimizer, "optimizer", -1, end, "optimizer")
     program.add(held.apart, "parameters", -1, end, "unused")
+    if held.later:
+        program.add(held.later, "gradients", middle, end, "behind a graph break")
     if held.earlier:
         program.add(held.earlier, "gradients", -1, end - 1, "earlier batches")
     for size in held.scratch:

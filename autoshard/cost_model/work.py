@@ -40,7 +40,8 @@ _HARD = {
     **dict.fromkeys(_names("tanh mish"), 7),
     **dict.fromkeys(_names("_safe_softmax native_batch_norm _native_batch_norm_legit_functional"), 12),
 }
-_MATMULS = _names("mm addmm bmm baddbmm _scaled_mm _grouped_mm")
+_GROUPED = _names("_grouped_mm grouped_mm_fallback grouped_mm_fallback_backward")  # the latter two are transformers', in fp32
+_MATMULS = _names("mm addmm bmm baddbmm _scaled_mm") | _GROUPED
 _LOOKUPS = _names("""
     embedding embedding_dense_backward look_up_rows reduce_rows index _unsafe_masked_index gather scatter scatter_add index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
@@ -56,7 +57,7 @@ _DRAWN = _names("inductor_random inductor_randint rand rand_like randn randn_lik
 _RANDOM = _names("native_dropout bernoulli bernoulli_ rand rand_like randn randn_like randint multinomial")
 _COPIES = _names("""
     clone cat copy copy_ _to_copy constant_pad_nd full zeros ones empty full_like new_zeros new_ones new_empty arange
-    zeros_like ones_like iota scalar_tensor slice_scatter slice_backward select_backward stack
+    zeros_like ones_like iota scalar_tensor slice_scatter slice_backward select_backward as_strided_scatter stack
 """)
 _IN_ROWS = _names("clone cat copy copy_ _to_copy full zeros ones full_like zeros_like ones_like new_zeros new_ones arange iota")  # as fast as any kernel, where what is next to each other stays so
 _MASKED = _names("native_dropout_backward")  # whose mask is of booleans, which become numbers first
@@ -142,8 +143,8 @@ def flops_of(node: Node) -> Size:
     name = op_name(node)
     if name.startswith("_scaled_dot_product"):
         return _attending(node, backward=name.endswith("_backward"))
-    if name == "_grouped_mm":
-        return _grouped(*(t.shape for t in _given(node)[:2]))
+    if name in _GROUPED:
+        return (2 if name.endswith("_backward") else 1) * _grouped(*(t.shape for t in _given(node)[:2]))
     target, args, kwargs = _called(node)
     count = flop_counter.flop_registry.get(getattr(target, "overloadpacket", None))
     if count is None:

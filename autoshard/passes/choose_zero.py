@@ -210,7 +210,7 @@ def _what_was_fitted(plan: Plan, found: Plan, kept: int, budget: int) -> Iterato
 def _reason(name: str, plan: Plan, chosen: str, budget: int | None) -> str:
     """What there is to say of a plan. chosen: why it was; "": it was not."""
     predicted = plan.predicted
-    memory = bytes_text(predicted.footprint) + (" at most" if predicted.place else " and activations")
+    memory = bytes_text(predicted.footprint) + (" at least" if predicted.of_a_part else " at most" if predicted.place else " and activations")
     memory += _with(plan)
     text = f"{name}: {memory}, {predicted.communication_seconds:.3g} s on the wire"
     text += f", a step of {predicted.step_seconds:.3g} s" if predicted.step_seconds else ""

@@ -30,7 +30,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
     layout = layout_of(group, plan, "+".join)
     sparse = [p for p in infos if p.name in plan.sparse]
     trained = [p for p in infos if is_trained(p)]
-    used = [p for p in infos if p.used and not (p in sparse and layout.sharded)]
+    used = [p for p in infos if (p.used or p.later) and not (p in sparse and layout.sharded)]
     thinned = {p.name for p in trained if plan.low_rank and goes_low_rank(p.shape, plan.low_rank)}
     reduced = [p for p in trained if p.name not in thinned and p.name not in plan.sparse]
     return step.GroupCost(

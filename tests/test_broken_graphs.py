@@ -1,0 +1,107 @@
+"""Models whose first graph ends at a graph break: what is known of the rest, and graphs that torch has to break itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.errors import BudgetError
+from autoshard.report import plan_tables, rendered
+from tests.cluster import Cluster
+from tests.parity import Distance, see_state
+from tests.small import TOLERANCE, backward_beside, compiled_pair, config, inputs_of
+
+MIB = 2.0**20
+
+
+class Broken(nn.Module):
+    """Of whose 4 MiB of parameters the first graph has a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(8, 512), nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.sum().item() > 1e30:
+            y = y + 1
+        return self.rest(y).pow(2).mean()
+
+
+def _planned(**options: Any) -> autoshard.Plan:
+    torch.compiler.reset()
+    said = autoshard.Config(codegen="eager", **options)
+    return autoshard.plan(Broken(), torch.zeros(4, 8), said, Machines(1, 2, DEVICES["cpu"]), torch.optim.AdamW)
+
+
+def test_gradients_and_state_of_what_is_behind_a_break_are_counted() -> None:
+    """At stage 0 all of it is there four times."""
+    made = _planned(zero=0)
+    assert made.covered < 0.02 and made.predicted.peak_bytes > 16 * MIB
+    assert made.predicted.memory["gradients"] > 4 * MIB and made.predicted.memory["optimizer"] > 8 * MIB
+    sharded = _planned(memory_budget="12MiB")
+    assert sharded.stage > 0 and 8 * MIB < sharded.predicted.peak_bytes <= 12 * MIB
+    with pytest.raises(BudgetError, match="more than 2 processes"):
+        _planned(memory_budget="7MiB")
+
+
+def test_a_report_of_the_first_graph_says_no_more_than_it_knows() -> None:
+    text = rendered(plan_tables(_planned(memory_budget="30MiB")))
+    assert "A step takes at least " in text and " MiB at least, " in text and "what is computed and saved behind a graph break" in " ".join(text.split())
+    assert "fits into" not in text and "Measured" not in text and "at most" not in text
+
+
+def stage_within(budget: str) -> tuple[int, Distance]:
+    model, plain, compiled = compiled_pair(config("auto", memory_budget=budget), Broken)
+    distance = Distance()
+    for inputs in inputs_of(2):
+        backward_beside(compiled, plain, inputs)
+    see_state(distance, model, plain)
+    plan = autoshard.plan_of(model)
+    assert plan is not None
+    return plan.stage, distance
+
+
+def test_a_job_shards_what_the_first_graph_does_not_have(two: Cluster) -> None:
+    """A budget that all of it takes, and its first graph does not."""
+    for stage, distance in two.run(stage_within, "14MiB"):
+        assert stage > 0 and distance.worst <= TOLERANCE, distance
+
+
+class Sized(nn.Module):
+    """A tensor is a size behind a break, which a backend finds when it compiles; torch breaks the graph there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = (x > 9).long().sum(dim=1).max() + 3
+        where = x.nonzero()
+        made = self.up(x).new_ones(longest, 8)
+        return (self.down(made + x.mean()) + self.up(x).mean()).pow(2).mean() + 0 * where.sum()
+
+
+def beside_the_plain(zero: int) -> Distance:
+    model, plain, compiled = compiled_pair(config(zero), Sized)
+    distance = Distance()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for inputs in inputs_of(2):
+        backward_beside(compiled, plain, inputs)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    see_state(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_torch_would_break_by_itself_is_broken(two: Cluster, zero: int) -> None:
+    for distance in two.run(beside_the_plain, zero):
+        assert distance.worst <= TOLERANCE, distance
