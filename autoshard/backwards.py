@@ -1,15 +1,21 @@
 """The programs of one backward graph: one for each set of results that are differentiated. See [Note: Results that nobody uses] in
-passes/leave_out.py."""
+passes/leave_out.py. What gradients were held for it ([Note: Held gradients] in runtime/holder.py) its first run adds, and none behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from autoshard import torch_internals
+from autoshard.passes import graphs
 from autoshard.passes.leave_out import leave_out, without
+
+HELD = "held"  # of an input of a backward graph: whether it is a held gradient
+_SPENT = "_autoshard_spent"  # of a held gradient: whether a backward had it
 
 Boxed = Callable[[list[Any]], Any]
 Generate = Callable[[GraphModule, Sequence[int]], Boxed]
@@ -28,6 +34,7 @@ class Backwards:
         self._given, inputs = Graph(), graph.graph.find_nodes(op="placeholder")
         for node in inputs:
             self._given.node_copy(node)
+        self._held = tuple(i for i, node in enumerate(inputs) if node.meta.get(HELD))
         self._tangents = tuple(inputs.index(n) for n in torch_internals.tangents(graph.graph))
         self._programs: dict[tuple[int, ...], Boxed] = {}
         self._zeros: dict[int, GraphModule] = {}
@@ -38,6 +45,8 @@ class Backwards:
 
     def __call__(self, given: list[Any]) -> Any:
         """The gradients of the graph's inputs. given: what it takes, in a list that is emptied."""
+        for i in self._held:
+            given[i] = _once(given[i])
         absent = tuple(i for i in self._tangents if given[i] is None)
         if absent and absent not in self._programs and len(self._programs) >= self._most:
             self._fill(given, absent)
@@ -56,6 +65,20 @@ class Backwards:
             if i not in self._zeros:
                 self._zeros[i] = zeros_for(self._given, i)
             given[i] = self._zeros[i](*others)
+
+
+def note_held(backward: GraphModule) -> None:
+    """Marks the inputs of a backward graph that are held gradients."""
+    for node in graphs.calls(backward, graphs.COMPLETE_GRAD):
+        node.args[1].meta[HELD] = True  # type: ignore[union-attr]
+
+
+def _once(held: Tensor) -> Tensor:
+    """What was held for a call of the model, or zeros where a backward of it had that before (`retain_graph`)."""
+    if hasattr(held, _SPENT):
+        return torch.zeros_like(held)
+    setattr(held, _SPENT, True)
+    return held
 
 
 def present(given: list[Any], absent: Sequence[int]) -> list[Any]:

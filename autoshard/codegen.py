@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from autoshard import torch_internals
-from autoshard.backwards import Backwards
+from autoshard.backwards import Backwards, note_held
 from autoshard.blocks import Halves, compile_block, compile_blocks
 from autoshard.console import Phases
 from autoshard.errors import UnsupportedError
@@ -186,6 +186,7 @@ class Compilation:
     def part(self, joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """The joint passes, then torch's partitioner, which follows the tags that they left."""
         halves = self._cut(self._joint(joint, self.context), inputs, **kwargs)
+        note_held(halves[1])
         mark_alike(*halves, kwargs["num_fwd_outputs"], self.context)
         if self.collectives is not None:
             forward, backward = map(graphs.collectives, halves)

@@ -79,9 +79,9 @@ def test_accumulation(two: Cluster, zero: int, silent: bool) -> None:
         assert set(inside_is) == ({INSIDE[zero]} if silent else set())
 
 
-def held(order: str) -> Tensor:
+def held(order: str, zero: int, codegen: str) -> Tensor:
     """The gradient of a weight after a backward inside no_sync and others outside; each counts once."""
-    model, _, compiled = compiled_pair(config(0), lambda: nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity()))
+    model, _, compiled = compiled_pair(config(zero, codegen=codegen), lambda: nn.Sequential(nn.Linear(4, 1, bias=False), nn.Identity()))
     x = torch.ones(1, 4)
     compiled(x)
     early = compiled(x).sum()
@@ -89,17 +89,24 @@ def held(order: str) -> Tensor:
         compiled(x).sum().backward()
     if order == "twice":
         (compiled(x) + compiled(x)).sum().backward()
+    elif order == "again":
+        loss = compiled(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
     else:
         early.backward()
         compiled(x).sum().backward()
     weight = model[0].weight
     assert weight.grad is not None
-    return weight.grad
+    return whole(weight.grad)
 
 
-@pytest.mark.parametrize("order", ["twice", "early"])
-def test_held_gradients_count_once(two: Cluster, order: str) -> None:
-    for gradient in two.run(held, order):
+@pytest.mark.parametrize(
+    ("order", "zero", "codegen"),
+    [("twice", 0, "eager"), ("early", 0, "eager"), ("again", 0, "eager"), ("again", 1, "eager"), ("again", 0, "inductor")],
+)
+def test_held_gradients_count_once(two: Cluster, order: str, zero: int, codegen: str) -> None:
+    for gradient in two.run(held, order, zero, codegen):
         assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
 
 
@@ -111,6 +118,41 @@ class Scaled(nn.Linear):
         with torch.no_grad():
             scale = x.abs().mean()
         return super().forward(x / scale).square().sum()
+
+
+class Parts(nn.Module):
+    """Each result reaches other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return self.first(hidden).pow(2).mean(), self.second(hidden.detach()).pow(2).mean()
+
+
+def held_for_results(zero: int) -> Distance:
+    """What was held, and then the results of one call one by one."""
+    model, plain, compiled = compiled_pair(config(zero), Parts)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    distance = Distance()
+    for inputs in inputs_of(2):
+        with autoshard.no_sync(compiled):
+            sum(compiled(inputs[rank])).backward()
+        first, second = compiled(inputs[rank])
+        second.backward(retain_graph=True)
+        first.backward()
+        for x in inputs:
+            (2 * sum(plain(x)) / world).backward()
+        see_gradients(distance, model, plain)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_held_gradients_count_once_for_results_that_are_differentiated_one_by_one(two: Cluster, zero: int) -> None:
+    for distance in two.run(held_for_results, zero):
+        assert distance.worst <= TOLERANCE, distance
 
 
 def held_around_no_grad(zero: int) -> tuple[Tensor, Tensor]:
