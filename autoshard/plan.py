@@ -279,7 +279,7 @@ class Plan:
     @property
     def summary(self) -> str:
         """In a few words: "ZeRO-3 over 8 processes, with recomputation"."""
-        over = f" over {self.part} processes" if self.part else ""
+        over = f" over {self.part} processes" if self.part and self.stage else ""
         again = ", with recomputation" if self.recompute else ""
         return f"ZeRO-{self.stage}{over}{again}{', values in parts' if self.partition_activations else ''}"
 

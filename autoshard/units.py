@@ -13,12 +13,19 @@ _WRITTEN = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 def parse_bytes(text: str) -> int:
     """Bytes of "72GiB", "80GB", "1.5 GiB" or "123456". ConfigError on anything else."""
-    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _SCALES:
+    if (size := amount_of(text)) is None:
         raise ConfigError(
             f"memory_budget: {text!r} is no amount of memory; "
             "legal: bytes, '72GiB', '80GB', or a share such as 0.9"
         )
+    return size
+
+
+def amount_of(text: str) -> int | None:
+    """Bytes of what `parse_bytes` reads, None of anything else."""
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _SCALES:
+        return None
     return int(float(match[1]) * _SCALES[match[2].upper()])
 
 

@@ -37,6 +37,8 @@ def test_a_cluster_survives_yaml() -> None:
     assert Cluster.from_yaml(cluster.to_yaml()) == cluster
     short = "nodes: 2\nper_node: 8\ndevice: {preset: h100, name: ours, memory: 96e9, across: {bandwidth: 50e9}}"
     read = Cluster.from_yaml(short)
+    written = Cluster.from_yaml("nodes: 1\nper_node: 2\ndevice: {preset: h100, memory: 1.5 GiB}")
+    assert written.device.memory == 3 << 29
     assert read.device.name == "ours" and read.device.memory == 96e9 and read.device.across.latency == 10e-6
     for said, more in (("{}", {}), ("{fp64: 60e12, fp32: 50e12}", {"fp64": 60e12, "fp32": 50e12})):
         read = Cluster.from_yaml(f"device: {{preset: h100, flops: {said}}}")

@@ -18,6 +18,7 @@ from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
 from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, REACHED_BANDWIDTH, REACHED_FLOPS, is_table
 from autoshard.errors import ClusterError
+from autoshard.units import amount_of
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,8 @@ def _field(name: str, value: Any, base: Device | None) -> Any:
     if name == "tables":
         tables = _mapping(name, value, None)
         return {key: _table(key, points) for key, points in tables.items()}
+    if name == "memory" and isinstance(value, str) and (size := amount_of(value)) is not None:
+        return size
     return value if name in ("name", "source", "kind") else _number(value)
 
 
