@@ -116,6 +116,7 @@ __all__ = [
     "module_call",
     "module_path",
     "norm_of_each",
+    "of_this_attempt",
     "order_of_strides",
     "original_of",
     "placements_of_each",
@@ -1041,10 +1042,18 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def job_store(prefix: str) -> Any:
-    """The key-value store of the default process group (torch.distributed.Store), keys under `prefix`."""
+    """The key-value store of the default process group (torch.distributed.Store), keys under `prefix`, and of this attempt."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    return PrefixStore(prefix, _get_default_store())
+    return PrefixStore(prefix, of_this_attempt(_get_default_store()))
+
+
+def of_this_attempt(store: Any) -> Any:
+    """What this attempt of a launcher keeps in a store: torchrun's outlives restarts, and what an earlier attempt said would be read as if
+    this one had. Seen: 2.11, 2.13."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoshard
 from autoshard import Config
@@ -143,6 +143,37 @@ def test_with_recomputation(four: Cluster, recompute: str) -> None:
     assert plan.recompute
     for distance in four.run(measure, "gpt2_deep", config("auto", plan=plan, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance
+
+
+class Odd(nn.Module):
+    """Of whose parameters one is shared, by itself, with fewer rows on the last process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 97, bias=False), nn.Linear(97, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).pow(2).mean()
+
+
+def with_fewer_rows(zero: int, hierarchy: str) -> tuple[int, Distance]:
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        model, plain, compiled = compiled_pair(config(zero, hierarchy=hierarchy, replicate_below=300), Odd)
+        distance = Distance()
+        for inputs in inputs_of(2):
+            backward_beside(compiled, plain, inputs)
+        see_gradients(distance, model, plain)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+    return autoshard.plan_of(model).node, distance
+
+
+@pytest.mark.parametrize(("zero", "hierarchy"), [(1, "two_level"), (3, "hpz")])
+def test_processes_with_fewer_rows_start_the_same(four: Cluster, zero: int, hierarchy: str) -> None:
+    for node, distance in four.run(with_fewer_rows, zero, hierarchy):
+        assert node == 2 and distance.worst <= TOLERANCE, distance
 
 
 def in_a_job(settings: autoshard.Config, processes_of: int) -> tuple[Plan, float]:

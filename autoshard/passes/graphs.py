@@ -112,14 +112,14 @@ def collectives(gm: GraphModule) -> list[Op]:
 
 def started(gm: GraphModule) -> list[Op]:
     """The collectives that a graph starts, in order, behind the passes of the last stage: what each is, over which processes, and for
-    which parameters. Groups of processes are numbered as they come, since their names may differ between processes. Those of the model
-    itself are left out."""
+    which parameters. Groups of processes are numbered as they come, since their names may differ between processes; an op has the name that
+    its overloads share, since a process with fewer rows than others may have packed them. Those of the model itself are left out."""
     groups: dict[str, int] = {}
     found = []
     for node in gm.graph.nodes:
         if node.target in STARTS and "part_of" in node.meta:
             over = groups.setdefault(str(node.args[-1]), len(groups))
-            found.append((f"{node.target} {over}", serves(node)))
+            found.append((f"{node.target.overloadpacket} {over}", serves(node)))
         elif communicates(node):
             found.append((str(node.target), serves(node)))
     return found

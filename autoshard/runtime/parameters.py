@@ -77,14 +77,15 @@ def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _property(name: str, layout: str, alone: bool, accumulation: Accumulation) -> property:
-    """alone: its layout says all of the parameter. Dynamo follows what is asked of each, so no more is asked than that takes."""
+def _property(name: str, layout: str, alone: bool, accumulation: Accumulation, own_dtype: bool = False) -> property:
+    """alone: its layout says all of the parameter. own_dtype: of one that is used beside statistics. Dynamo follows what is asked of each, so no more is asked than that takes."""
 
     def get(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
         if not torch.compiler.is_compiling() or accumulation.gathered or not isinstance(parameter, nn.Parameter):
             return parameter  # it may be None, or what torch.func.functional_call puts there for a call: whole, and nobody's rows
-        return unshard_parameter(parameter, layout) if alone else _as_traced(module, name, layout, accumulation)
+        whole = unshard_parameter(parameter, layout) if alone else _as_traced(module, name, layout, accumulation)
+        return whole.to(parameter.dtype) if own_dtype else whole
 
     return property(_with_own_code(get))
 
@@ -102,7 +103,7 @@ def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not accumulation.gathered:
             _refuse_outside(self)
-        if compute is not None:
+        if compute is not None and not accumulation.gathered:
             args, kwargs = tree_map(cast, (args, kwargs))
         return inner(self, *args, **kwargs)
 
@@ -150,7 +151,8 @@ def _make_class(
     planned: tuple[object, ...],
 ) -> type:
     body: dict[str, Any] = {
-        name: _property(name, layout, alone, accumulation) for name, layout, alone in layouts
+        name: _property(name, layout, alone, accumulation, compute is not None and issubclass(cls, WITH_STATISTICS))
+        for name, layout, alone in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)
@@ -200,6 +202,9 @@ def _copy_parameter(parameter: nn.Parameter | None, memo: dict[int, Any]) -> Non
         made.__dict__.update(parameter.__dict__)
         memo[id(parameter)] = made
 
+
+# Buffers stay in their dtype, and torch's norms take a weight of another one beside them on no device.
+WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 _HOW_IT_LIES = frozenset(
     ["__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "untyped_storage", "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex"]

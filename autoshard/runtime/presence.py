@@ -159,19 +159,20 @@ def hosts() -> bool:
 
 
 def launcher_store(host: bool) -> Any | None:
-    """A connection to the store that a launcher's variables name; None where there is none, or not yet."""
+    """A connection to the store that a launcher's variables name, for this attempt of its; None where there is none, or not yet."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port or not (host or _listens(address, int(port))):
         return None
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             int(port),
             is_master=host,
             timeout=timedelta(seconds=_CONNECT),
             wait_for_workers=False,
-            multi_tenant=True,  # torch's own process group will share it
+            multi_tenant=True,  # the process group will share it
         )
+        return torch_internals.of_this_attempt(store)
     except (dist.DistNetworkError, dist.DistStoreError):
         return None
 

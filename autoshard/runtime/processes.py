@@ -103,9 +103,10 @@ def join(device: torch.device, patience: Patience) -> World:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL takes the one that is current
         timeout = timedelta(seconds=patience.timeout)
-        hosted = _meet(patience)  # lives until torch has its own, which shares it
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        del hosted
+        store = _meet(patience)
+        store.set_timeout(timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=launched_rank(), world_size=launched_size())
         end_well()
     if not dist.is_initialized():
         return World(0, 1, device.type)
