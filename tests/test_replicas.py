@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autoshard
 from autoshard.errors import DivergenceError
 from autoshard.runtime.agreement import Statement
 from autoshard.runtime.fingerprint import fingerprints
@@ -120,6 +121,26 @@ def test_another_rate_is_named(two: Cluster, zero: int, first: int, found: int) 
     """Where nothing is whole too."""
     for said in two.run(step_at_another_rate, zero, first):
         assert said.startswith(f"DivergenceError: before step {found}, lr of group 0 of AdamW is 0.05 on rank 1 and 0.1 on rank 0"), said
+
+
+def load_alone(zero: int) -> None:
+    """One process goes back to what its optimizer was, of which it has rows alone."""
+    model, _, compiled = compiled_pair(config(zero))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, inputs in enumerate(inputs_of(8)):
+        compiled(inputs[dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            early = autoshard.state_dict(optimizer, keep=True)
+        if step == 4 and dist.get_rank() == 1:
+            optimizer.load_state_dict(early)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_state_that_one_process_alone_loaded_is_named(two: Cluster, zero: int) -> None:
+    for text in two.run(what_is_said, load_alone, zero):
+        assert "before step 8, the count of steps of group 0 of AdamW is 4.0 on rank 1 and 7.0 on rank 0" in text, text
 
 
 def test_options_are_alike_but_for_rounding() -> None:

@@ -47,10 +47,14 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What it steps by, which must be equal on all processes too: its groups' options, by name, as far as they can be said."""
-    kind = type(optimizer).__name__
-    groups = enumerate(optimizer.param_groups)
-    return {f"{key} of group {i} of {kind}": _said(v) for i, g in groups for key, v in g.items() if key != "params"}
+    """What it steps by, which must be equal on all processes too: its groups' options, by name, as far as they can be said, and how many
+    steps it counts, of which a state that one process alone loaded has others."""
+    kind, found = type(optimizer).__name__, dict[str, Any]()
+    for i, group in enumerate(optimizer.param_groups):
+        found |= {f"{key} of group {i} of {kind}": _said(value) for key, value in group.items() if key != "params"}
+        counts = (optimizer.state[p].get("step") for p in group["params"] if p in optimizer.state)
+        found[f"the count of steps of group {i} of {kind}"] = _said(next((c for c in counts if c is not None), None))
+    return found
 
 
 def _said(value: Any) -> Any:
