@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from autoshard import torch_internals
 from autoshard.passes import graphs
 from autoshard.passes.leave_out import leave_out, without
+from autoshard.runtime.holder import once
 
 HELD = "held"  # of an input of a backward graph: whether it is a held gradient
-_SPENT = "_autoshard_spent"  # of a held gradient: whether a backward had it
 
 Boxed = Callable[[list[Any]], Any]
 Generate = Callable[[GraphModule, Sequence[int]], Boxed]
@@ -46,7 +44,7 @@ class Backwards:
     def __call__(self, given: list[Any]) -> Any:
         """The gradients of the graph's inputs. given: what it takes, in a list that is emptied."""
         for i in self._held:
-            given[i] = _once(given[i])
+            given[i] = once(given[i])
         absent = tuple(i for i in self._tangents if given[i] is None)
         if absent and absent not in self._programs and len(self._programs) >= self._most:
             self._fill(given, absent)
@@ -71,14 +69,6 @@ def note_held(backward: GraphModule) -> None:
     """Marks the inputs of a backward graph that are held gradients."""
     for node in graphs.calls(backward, graphs.COMPLETE_GRAD):
         node.args[1].meta[HELD] = True  # type: ignore[union-attr]
-
-
-def _once(held: Tensor) -> Tensor:
-    """What was held for a call of the model, or zeros where a backward of it had that before (`retain_graph`)."""
-    if hasattr(held, _SPENT):
-        return torch.zeros_like(held)
-    setattr(held, _SPENT, True)
-    return held
 
 
 def present(given: list[Any], absent: Sequence[int]) -> list[Any]:

@@ -19,9 +19,10 @@ def refuse_exact_types(model: nn.Module) -> None:
     owners = {type(module) for module in model.modules() if next(module.parameters(recurse=False), None) is not None}
     kinds: list[type[nn.Module]] = list(dict.fromkeys(map(type, model.modules())))
     for cls in kinds:
-        if cls.__module__.partition(".")[0] == "torch" or not inspect.isfunction(cls.forward):
+        forward = inspect.unwrap(cls.forward)
+        if cls.__module__.partition(".")[0] == "torch" or not inspect.isfunction(forward):
             continue
-        for line, asked in _asked(cls.forward):
+        for line, asked in _asked(forward):
             if found := owners.intersection(asked):
                 raise UnsupportedError(
                     f"{cls.__name__}.forward asks for the exact type of a module ({inspect.getsourcefile(cls)}:{line}), which of a sharded "

@@ -18,10 +18,9 @@ from autoshard.errors import UnsupportedError
 @dataclass(frozen=True)
 class ParameterInfo:
     """One parameter. Shared (tied) parameters appear once, under their first name. last_use: its place in the order in which
-    forward is done with parameters, the reverse of that in which backward needs them. later: no
-    captured graph has it, and one behind a graph break may. looked_up: how many rows of it a process's
+    forward is done with parameters, the reverse of that in which backward needs them. looked_up: how many rows of it a process's
     batch asked for, if it is used as an embedding's weight, and as that once; else 0. tied: it is used otherwise too, as a head's weight
-    is."""
+    is. later: the captured graph does not use it, and one behind a graph break may."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,8 +87,8 @@ def take_inventory(
     broken: bool = False,
 ) -> Inventory:
     """The inventory of `model`; `used_in_order` are the parameters that a captured graph takes as inputs, `by_last_use` the
-    same by `in_order_of_last_use`, `looked_up` by `rows_looked_up`. broken: that graph ended at a graph break. Where one is not given, the order before it stands for it, and for the first the
-    model's own."""
+    same by `in_order_of_last_use`, `looked_up` by `rows_looked_up`. Where one is not given, the order before it stands for it, and for the first the
+    model's own. broken: that graph ended at a graph break."""
     names = names_of(model)
     parameters = {id(p): p for p in model.parameters()}
     used = [id(p) for p in used_in_order if id(p) in names] or list(parameters)

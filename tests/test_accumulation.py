@@ -93,6 +93,14 @@ def held(order: str, zero: int, codegen: str) -> Tensor:
         loss = compiled(x).sum()
         loss.backward(retain_graph=True)
         loss.backward()
+    elif order == "put back":
+        waits = model[0].weight.grad
+        compiled(x).sum().backward()
+        model[0].weight.grad = None
+        with autoshard.no_sync(compiled):
+            compiled(x).sum().backward()
+            model[0].weight.grad = waits.mul_(2)  # type: ignore[union-attr]
+        compiled(x).sum().backward()
     else:
         early.backward()
         compiled(x).sum().backward()
@@ -103,7 +111,7 @@ def held(order: str, zero: int, codegen: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("order", "zero", "codegen"),
-    [("twice", 0, "eager"), ("early", 0, "eager"), ("again", 0, "eager"), ("again", 1, "eager"), ("again", 0, "inductor")],
+    [("twice", 0, "eager"), ("early", 0, "eager"), ("again", 0, "eager"), ("again", 1, "eager"), ("again", 0, "inductor"), ("put back", 0, "eager")],
 )
 def test_held_gradients_count_once(two: Cluster, order: str, zero: int, codegen: str) -> None:
     for gradient in two.run(held, order, zero, codegen):

@@ -17,9 +17,10 @@ from autoshard.cost_model.sizes import Open, Size, bytes_of
 class Held:
     """What lies there before a step and after it. categories: of forward's inputs, by position; "inputs" where absent.
     optimizer: bytes of its state; scratch: of each tensor that its step has for a while. apart: bytes of parameters that the
-    graphs do not use; later: of the gradients of those that graphs behind a break do. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
+    graphs do not use. moved: bytes that each of the optimizer's operations reads, and writes elsewhere. whole, sharded: how many
     parameters are trained, those of which a process has all and those of which it has rows. by_itself: of a block, whose tangents are
-    what others give. earlier: bytes of gradients of earlier batches, to which those of this one are added."""
+    what others give. earlier: bytes of gradients of earlier batches, to which those of this one are added. later: of gradients that graphs
+    behind a graph break leave before this one's backward."""
 
     categories: Mapping[int, Category]
     optimizer: Size

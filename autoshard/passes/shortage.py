@@ -29,9 +29,9 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     if least.low_rank:
         return f"another compression, with which rows can be sharded, or {enough}"
     divided, others = _divided(least, leanest)
-    largest = max((c for c in memory if c not in _SHARED), key=lambda c: memory[c], default="")
+    largest = max((c for c in memory if c not in _SHARED), key=lambda c: memory[c], default="activations")
     again = config.recompute in ("none", "selective") and bool(blocks_of(least.group_of, least.stacks))
-    if again and largest == "activations" and least.predicted.footprint - memory[largest] < budget:
+    if again and largest == "activations" and least.predicted.footprint - memory.get(largest, 0) < budget:
         return f'recompute="auto", or {enough}'
     in_the_way = " and ".join(_in_the_way(least, config))
     if in_the_way and divided + others < budget:
@@ -42,7 +42,7 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
         more = "more than one process" if least.world == 1 else f"more than {least.world} processes"
         return f"{more}{in_the_way and ', with ' + in_the_way}, or {enough}"
     smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") else ""
-    return f"{smaller}{enough}, of which {largest} take {bytes_text(memory[largest])}"
+    return f"{smaller}{enough}, of which {largest} take {bytes_text(memory.get(largest, 0))}"
 
 
 def _divided(least: Plan, leanest: Plan) -> tuple[int, int]:

@@ -6,7 +6,7 @@ into `p.grad`, as DDP does: as it is for a plain parameter, else as a DTensor th
 (`Partial("avg")`), so that whoever reads it reads right, and `zero_grad` discards it; of a plain parameter what a user puts in its place (a clipped
 one) is this process's own still. A leaf of the parameter's full
 shape, which takes no memory itself, receives it from autograd and passes it on. The first forward outside takes what
-`p.grad` holds into its graph, and its backward adds that before the one reduction.
+`p.grad` holds into its graph, and its backward, the first one of it, adds that before the one reduction.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from autoshard.runtime.dtensors import dtensor_of, local
+
+
+_SPENT = "_autoshard_spent"  # of a held gradient: whether a backward had it
 
 
 @dataclass(eq=False)
@@ -66,6 +69,8 @@ class Holder:
         """A graph was called with what `p.grad` holds: it is that graph's from here on."""
         self._holds = False
         if takes_part(self.parameter):
+            with torch.no_grad():
+                local(self.parameter.grad).__dict__.pop(_SPENT, None)  # of one that was held before, and that the user put there again
             self.parameter.grad = None
 
     def _pass_on(self, leaf: Tensor) -> None:
@@ -87,6 +92,14 @@ class Holder:
         if not isinstance(self.parameter, DTensor):
             return own
         return dtensor_of(own, self.parameter, self.mesh, [Partial("avg")] * self.mesh.ndim)
+
+
+def once(held: Tensor) -> Tensor:
+    """What was held for a call of the model, or zeros where a backward of that call had it before (`retain_graph`)."""
+    if _SPENT in held.__dict__:
+        return torch.zeros_like(held)
+    held.__dict__[_SPENT] = True
+    return held
 
 
 def takes_part(parameter: Tensor) -> bool:

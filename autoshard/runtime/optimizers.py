@@ -52,9 +52,14 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     kind, found = type(optimizer).__name__, dict[str, Any]()
     for i, group in enumerate(optimizer.param_groups):
         found |= {f"{key} of group {i} of {kind}": _said(value) for key, value in group.items() if key != "params"}
-        counts = (optimizer.state[p].get("step") for p in group["params"] if p in optimizer.state)
-        found[f"the count of steps of group {i} of {kind}"] = _said(next((c for c in counts if c is not None), None))
+        found[f"the count of steps of group {i} of {kind}"] = _said(_count_of_steps(optimizer, group["params"]))
     return found
+
+
+def _count_of_steps(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Any:
+    """Of the first of them that has one."""
+    states = (optimizer.state[p] for p in parameters if p in optimizer.state)
+    return next((state["step"] for state in states if isinstance(state, dict) and "step" in state), None)
 
 
 def _said(value: Any) -> Any:

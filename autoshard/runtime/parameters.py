@@ -78,7 +78,8 @@ def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
 
 
 def _property(name: str, layout: str, alone: bool, accumulation: Accumulation, own_dtype: bool = False) -> property:
-    """alone: its layout says all of the parameter. own_dtype: of one that is used beside statistics. Dynamo follows what is asked of each, so no more is asked than that takes."""
+    """alone: its layout says all of the parameter. own_dtype: it is used beside statistics. Dynamo follows what is asked of each, so no more
+    is asked than that takes."""
 
     def get(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
@@ -203,7 +204,7 @@ def _copy_parameter(parameter: nn.Parameter | None, memo: dict[int, Any]) -> Non
         memo[id(parameter)] = made
 
 
-# Buffers stay in their dtype, and torch's norms take a weight of another one beside them on no device.
+# Their statistics are buffers, which stay in their dtype, and torch takes no weight of another one beside them (seen: CPUs).
 WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 _HOW_IT_LIES = frozenset(
