@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from autoshard.runtime.dtensors import dtensor_of, local
 
-
 _SPENT = "_autoshard_spent"  # of a held gradient: whether a backward had it
 
 
