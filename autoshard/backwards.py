@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from autoshard import torch_internals
 from autoshard.passes import graphs
 from autoshard.passes.leave_out import leave_out, without
-from autoshard.runtime.holder import once
+from autoshard.runtime.holder import spend
 
 HELD = "held"  # of an input of a backward graph: whether it is a held gradient
 
@@ -44,7 +44,7 @@ class Backwards:
     def __call__(self, given: list[Any]) -> Any:
         """The gradients of the graph's inputs. given: what it takes, in a list that is emptied."""
         for i in self._held:
-            given[i] = once(given[i])
+            given[i] = spend(given[i])
         absent = tuple(i for i in self._tangents if given[i] is None)
         if absent and absent not in self._programs and len(self._programs) >= self._most:
             self._fill(given, absent)

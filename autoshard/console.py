@@ -53,12 +53,12 @@ def saying_once() -> Iterator[None]:
     """Each warning of the inside is said once, however many graphs it is of: torch has Python forget which ones it gave."""
     said, show = set[str](), warnings.showwarning
 
-    def once(message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+    def show_new(message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
         if str(message) not in said:
             said.add(str(message))
             show(message, category, filename, lineno, file, line)
 
-    warnings.showwarning = once
+    warnings.showwarning = show_new
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,8 @@ from autoshard.errors import UnsupportedError
 
 
 def refuse_exact_types(model: nn.Module) -> None:
-    """UnsupportedError where a forward of the model compares a type with that of a module with parameters, or looks it up in a table of
-    the file. Not seen: what functions do that forward calls, and tables that it makes itself."""
+    """UnsupportedError where a forward of the model compares a type with a class of modules with parameters, or looks it up in a table of
+    the file. Not seen: two types that are compared, what functions do that forward calls, and tables that it makes itself."""
     owners = {type(module) for module in model.modules() if next(module.parameters(recurse=False), None) is not None}
     kinds: list[type[nn.Module]] = list(dict.fromkeys(map(type, model.modules())))
     for cls in kinds:
@@ -32,7 +33,7 @@ def refuse_exact_types(model: nn.Module) -> None:
 
 def _asked(forward: Callable[..., Any]) -> Iterator[tuple[int, list[Any]]]:
     """The lines where a type is compared or looked up, each with what it is compared with."""
-    if "type" not in forward.__code__.co_names and "__class__" not in forward.__code__.co_names:
+    if not {"type", "__class__"}.intersection(_names(forward.__code__)):
         return
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -43,6 +44,14 @@ def _asked(forward: Callable[..., Any]) -> Iterator[tuple[int, list[Any]]]:
         if sides:
             line = forward.__code__.co_firstlineno + node.lineno - 1  # type: ignore[attr-defined]
             yield line, [kind for side in sides for kind in _kinds(_value(side, forward))]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What it asks for, and what is inside of it (a comprehension, a lambda)."""
+    yield from code.co_names
+    for inside in code.co_consts:
+        if isinstance(inside, CodeType):
+            yield from _names(inside)
 
 
 def _beside_a_type(node: ast.AST) -> list[ast.expr]:
@@ -70,8 +79,8 @@ def _value(node: ast.expr, forward: Callable[..., Any]) -> Any:
     if isinstance(node, ast.Attribute):
         return getattr(_value(node.value, forward), node.attr, None)
     if isinstance(node, ast.Name):
-        outer = inspect.getclosurevars(forward)
-        return {**outer.builtins, **outer.globals, **outer.nonlocals}.get(node.id)
+        around = inspect.getclosurevars(forward).nonlocals
+        return around.get(node.id, forward.__globals__.get(node.id))
     return None
 
 

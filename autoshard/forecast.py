@@ -51,7 +51,7 @@ from autoshard.passes.choose_unshard import copies_of_blocks, keeping_of
 from autoshard.passes.outline_blocks import OutlineBlocks
 from autoshard.passes.partition_activations import ALL, Parted, parted
 from autoshard.plan import Plan
-from autoshard.prediction import BEHIND_A_BREAK, Traffic
+from autoshard.prediction import AT_THE_STEP, BEHIND_A_BREAK, Traffic
 from autoshard.rehearsal import (
     DEFAULT,
     Kind,
@@ -406,6 +406,6 @@ def _height(plan: Plan) -> tuple[int, float]:
 
 def _place(program: Program, peak: Peak) -> str:
     if peak.operation == len(program.operations):
-        return "the optimizer's step"
+        return AT_THE_STEP
     operation = program.operations[peak.operation]
     return f"{operation.name.removeprefix('aten.')} in {operation.half}" + (f", {operation.where}" if operation.where else "")

@@ -52,15 +52,11 @@ NEVER = Lookup(0, False)
 
 @dataclass(frozen=True)
 class Inventory:
-    """The parameters of a model, those that the captured graph uses first, in the order of use."""
+    """The parameters of a model, those that the captured graph uses first, in the order of use. broken: that ended at a graph break."""
 
     model: str
     parameters: tuple[ParameterInfo, ...]
-
-    @property
-    def broken(self) -> bool:
-        """Whether the captured graph ended at a graph break, before it had all of them."""
-        return any(p.later for p in self.parameters)
+    broken: bool = False
 
     @property
     def covered(self) -> float:
@@ -100,6 +96,7 @@ def take_inventory(
             _info(names[key], parameters[key], i < len(used), last[key], (looked_up or {}).get(key, NEVER), broken and i >= len(used))
             for i, key in enumerate(order)
         ),
+        broken,
     )
 
 

@@ -29,7 +29,7 @@ from autoshard.runtime.optimizers import states_of
 from autoshard.skipped import refuse_recurrent, refuse_sparse
 from autoshard.units import parse_bytes
 
-PIECES = 100_000  # messages of a plan that somebody edits: each has operations and simulated time of its own
+MOST_MESSAGES = 100_000  # of a plan, which somebody may have edited: each has operations and simulated time of its own
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
 
 
@@ -161,8 +161,8 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
     for p in inventory.parameters:
         if not p.shape and plan.group_of[p.name].degrees.optimizer > 1:
             raise PlanError(f"plan: {p.name!r} is a single number, which cannot be sharded; legal: a group with degrees of 1")
-    if plan.message and (pieces := sum(p.elements * p.itemsize for p in inventory.parameters) // plan.message) > PIECES:
-        raise PlanError(f"plan: message: {plan.message} bytes make {pieces} messages of this model; legal: 0, or at most {PIECES} messages")
+    if plan.message and (pieces := sum(p.elements * p.itemsize for p in inventory.parameters) // plan.message) > MOST_MESSAGES:
+        raise PlanError(f"plan: message: {plan.message} bytes make {pieces} messages of this model; legal: 0, or at most {MOST_MESSAGES} messages")
     for stack in plan.stacks:
         if not any(name.startswith(f"{stack}.") for name in names):
             raise PlanError(f"plan: stacks: {stack!r} is not legal; legal: modules of this model, with parameters in them")

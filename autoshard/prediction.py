@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from autoshard.typed import check_types
 
+AT_THE_STEP = "the optimizer's step"  # a place
 BEHIND_A_BREAK = "what is computed and saved behind a graph break"  # among what a prediction leaves out
 
 

@@ -31,7 +31,7 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,  # seen: 2.11, 2.13; None where Dynamo looks at no frame
 )
 from torch._decomp import get_decompositions  # seen: 2.11, 2.13
-from torch._dynamo import trace_rules
+from torch._dynamo import trace_rules  # seen: 2.11, 2.13
 from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
 from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
 from torch._dynamo.exc import (
@@ -49,6 +49,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # seen: 2.11, 2.13
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.modules.batchnorm import _NormBase as WithStatistics  # seen: 2.11, 2.13; norms that keep some
 from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
@@ -67,6 +68,7 @@ __all__ = [
     "ThroughDynamo",
     "TorchDispatchMode",
     "Tracing",
+    "WithStatistics",
     "add_to_each",
     "assigns",
     "backend_of",
@@ -116,7 +118,6 @@ __all__ = [
     "module_call",
     "module_path",
     "norm_of_each",
-    "of_this_attempt",
     "order_of_strides",
     "original_of",
     "placements_of_each",
@@ -1042,18 +1043,10 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def job_store(prefix: str) -> Any:
-    """The key-value store of the default process group (torch.distributed.Store), keys under `prefix`, and of this attempt."""
+    """The key-value store of the default process group (torch.distributed.Store), keys under `prefix`."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    return PrefixStore(prefix, of_this_attempt(_get_default_store()))
-
-
-def of_this_attempt(store: Any) -> Any:
-    """What this attempt of a launcher keeps in a store: torchrun's outlives restarts, and what an earlier attempt said would be read as if
-    this one had. Seen: 2.11, 2.13."""
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(prefix, _get_default_store())
 
 
 def group_named(name: str) -> dist.ProcessGroup:

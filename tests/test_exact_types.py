@@ -56,6 +56,14 @@ class Got(Layers):
         return x.pow(2).mean()
 
 
+class Inside(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [2 if type(layer) is nn.Linear else 1 for layer in self.layers]
+        for layer, scale in zip(self.layers, scales):
+            x = layer(x) * scale
+        return x.pow(2).mean()
+
+
 class Harmless(Layers):
     """Types of what has no parameters and of what is no module, names, and what a subclass is too."""
 
@@ -70,7 +78,7 @@ def _call(build: type[nn.Module]) -> None:
     torch.compile(build(), backend=autoshard.backend(config(0)))(inputs_of(1)[0, dist.get_rank()])
 
 
-@pytest.mark.parametrize("build", [Is, Among, Table, Got])
+@pytest.mark.parametrize("build", [Is, Among, Table, Got, Inside])
 def test_the_exact_type_of_a_module_with_parameters_is_refused(build: type[nn.Module]) -> None:
     says = rf"{build.__name__}.forward asks for the exact type of a module \(.*test_exact_types.py:\d+\), which of a sharded Linear is a subclass"
     with pytest.raises(UnsupportedError, match=says):

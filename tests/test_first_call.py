@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import time
 import weakref
@@ -25,7 +26,7 @@ from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import ConfigError
 from autoshard.runtime import processes
-from autoshard.runtime.presence import Patience
+from autoshard.runtime.presence import Patience, launcher_store
 from tests.cluster import Cluster
 from tests.small import in_full, what_is_said
 
@@ -337,14 +338,27 @@ def test_what_inductor_alone_can_be_told_is_refused(compile: Callable[..., Any],
             compile(Layer(), backend="autoshard", **said)(torch.ones(2, 6))
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_what_is_no_number_in_the_environment_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "least", "ask"),
+    [
+        ("RANK", "abc", 0, processes.launched_rank),
+        ("RANK", "-1", 0, processes.launched_rank),
+        ("WORLD_SIZE", "", 1, processes.launched_size),
+        ("WORLD_SIZE", "0", 1, processes.launched_size),
+        ("LOCAL_WORLD_SIZE", "0", 1, processes.said_of_this_node),
+        ("LOCAL_RANK", "1.5", 0, device_here),
+        ("MASTER_PORT", "abc", 0, functools.partial(launcher_store, host=True)),
+    ],
+)
+def test_what_is_no_number_in_the_environment_is_refused_by_name(
+    name: str, value: str, least: int, ask: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for each, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: "abc"}.items():
-        monkeypatch.setenv(each, value)
-    with pytest.raises(ConfigError, match=f"environment: {name} is 'abc'; legal: a number from 0 on, as torchrun sets it"):
-        processes.launched_rank(), processes.launched_size(), processes.said_of_this_node(), device_here()
+    for each, said in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", name: value}.items():
+        monkeypatch.setenv(each, said)
+    with pytest.raises(ConfigError, match=f"environment: {name} is {value!r}; legal: a number from {least} on, as torchrun sets it"):
+        ask()
 
 
 def test_half_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,8 @@ def test_an_order_is_told_by_what_starts_for_which_parameters() -> None:
 def test_processes_may_have_other_names_for_their_group() -> None:
     assert _order("grgr", "0") == _order("grgr", "17")
     assert started(_graph("gr", "0")) == [
-        ("_c10d_functional.all_gather_into_tensor.default 0", ("a",)),
-        ("_c10d_functional.reduce_scatter_tensor.default 0", ("a",)),
+        ("_c10d_functional.all_gather_into_tensor 0", ("a",)),
+        ("_c10d_functional.reduce_scatter_tensor 0", ("a",)),
     ]
 
 

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from autoshard.runtime.presence import of_this_attempt
 from tests.launch import ROOT
 from tests.small import in_full
 
@@ -41,3 +43,14 @@ def test_a_job_that_is_started_again_trains(step: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*launcher, str(script), step], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0 and all(f"rank {rank} ended attempt 1" in ended.stdout for rank in (0, 1)), ended.stdout + ended.stderr
+
+
+def test_an_attempt_does_not_read_what_another_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    of_this_attempt(store).set("said", "by the first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second = of_this_attempt(store)
+    assert not second.check(["said"])
+    second.set("said", "by the second")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # whose agents count for themselves
+    assert of_this_attempt(store).get("said") == b"by the first"

@@ -84,6 +84,12 @@ def test_convolutions_are_traced_without_the_libraries_of_a_cpu() -> None:
     assert torch.backends.mkldnn.enabled == before
 
 
+def test_norms_with_statistics_have_one_base() -> None:
+    for norm in (nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)):
+        assert isinstance(norm, torch_internals.WithStatistics) and norm.running_mean is not None
+    assert not issubclass(nn.LayerNorm, torch_internals.WithStatistics)
+
+
 def test_optimized_module_is_what_compile_returns() -> None:
     assert isinstance(torch.compile(nn.Linear(2, 2)), torch_internals.OptimizedModule)
 

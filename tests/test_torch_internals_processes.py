@@ -27,17 +27,6 @@ def _meet(key: str) -> bool:
     return not torch_internals.job_store("elsewhere").check(["0"])
 
 
-def test_an_attempt_does_not_read_what_another_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    torch_internals.of_this_attempt(store).set("said", "by the first")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    second = torch_internals.of_this_attempt(store)
-    assert not second.check(["said"])
-    second.set("said", "by the second")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert torch_internals.of_this_attempt(store).get("said") == b"by the first"
-
-
 def test_job_store_is_shared(two: Processes) -> None:
     assert two.run(_meet, "here") == [True, True]
 

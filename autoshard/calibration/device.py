@@ -11,7 +11,7 @@ from autoshard.cost_model.cluster import measured_by
 from autoshard.cost_model.hardware import DEVICES, Device, Table, device_named_like
 from autoshard.cost_model.kernels import passing
 from autoshard.errors import ConfigError
-from autoshard.runtime.processes import launcher_says
+from autoshard.runtime import launched
 from autoshard.units import counted
 
 
@@ -19,7 +19,7 @@ def device_here() -> torch.device:
     """The launcher's choice of this host's GPUs, or the first; the CPU where there is none. ConfigError if it has fewer than that."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index, count = launcher_says("LOCAL_RANK") or 0, torch.cuda.device_count()
+    index, count = launched.said("LOCAL_RANK") or 0, torch.cuda.device_count()
     if index >= count:
         raise ConfigError(f"environment: LOCAL_RANK is {index}, and this host has {counted(count, 'GPU', 'GPUs')}; legal: one process a GPU")
     return torch.device("cuda", index)

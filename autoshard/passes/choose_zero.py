@@ -25,8 +25,8 @@ from autoshard.passes.choose_travel import choose_sums, choose_travel
 from autoshard.passes.choose_unshard import choose_unshard, dropped, keeping
 from autoshard.passes.choose_whole import choose_whole
 from autoshard.passes.costs import costs_of, scarce_rows
-from autoshard.passes.group_parameters import group_parameters
-from autoshard.passes.shortage import REPLICATE_BELOW, cheapest_fix, leaving_more_open
+from autoshard.passes.group_parameters import REPLICATE_BELOW, group_parameters
+from autoshard.passes.shortage import cheapest_fix, leaving_more_open
 from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POWERSGD, Degrees, ParameterGroup, Plan
 from autoshard.prediction import Prediction, Traffic
 from autoshard.units import bytes_text, counted

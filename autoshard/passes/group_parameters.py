@@ -9,6 +9,7 @@ from autoshard.inventory import Inventory, ParameterInfo
 from autoshard.passes.choose_blocks import block_of
 
 WHOLE = "replicated"
+REPLICATE_BELOW = 10_000  # numbers: norms and biases of every current model; their rows would not pay for the gather
 
 
 def group_parameters(

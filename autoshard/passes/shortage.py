@@ -9,12 +9,13 @@ from autoshard.config import Config
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.costs import scarce_rows
+from autoshard.passes.group_parameters import REPLICATE_BELOW
 from autoshard.plan import Plan
+from autoshard.prediction import AT_THE_STEP
 from autoshard.units import bytes_text, enough_text
 
-REPLICATE_BELOW = 10_000  # norms and biases of every current model; their rows would not pay for the gather
 _LOWER = (0, 1, 2)
-_SHARED = ("parameters", "gradients", "optimizer")  # what more processes have less of
+_SHARED = ("parameters", "gradients", "optimizer")
 
 
 def leaving_more_open(config: Config) -> Config:
@@ -29,7 +30,7 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     if least.low_rank:
         return f"another compression, with which rows can be sharded, or {enough}"
     divided, others = _divided(least, leanest)
-    largest = max((c for c in memory if c not in _SHARED), key=lambda c: memory[c], default="activations")
+    largest = max((c for c in memory if c not in _shared(least)), key=lambda c: memory[c], default="activations")
     again = config.recompute in ("none", "selective") and bool(blocks_of(least.group_of, least.stacks))
     if again and largest == "activations" and least.predicted.footprint - memory.get(largest, 0) < budget:
         return f'recompute="auto", or {enough}'
@@ -38,7 +39,7 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
         return f"{in_the_way}, or {enough}"
     if said := scarce_rows(least, inventory):
         return f"{enough}, since more processes would not help: {said}"
-    if others < budget or (least.world == 1 and others < divided):
+    if others < budget:
         more = "more than one process" if least.world == 1 else f"more than {least.world} processes"
         return f"{more}{in_the_way and ', with ' + in_the_way}, or {enough}"
     smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") else ""
@@ -47,15 +48,21 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
 
 def _divided(least: Plan, leanest: Plan) -> tuple[int, int]:
     """Bytes that more processes have less of, where nothing is in the way; and all others, most of which only a forecast knows."""
-    known = leanest.predicted.memory
-    divided = sum(known.get(category, 0) for category in _SHARED)
-    left = least.predicted.footprint - sum(least.predicted.memory.get(category, 0) for category in known)
-    return divided, left + leanest.predicted.peak_bytes - divided
+    known, memory = leanest.predicted.memory, least.predicted.memory
+    divided = sum(known.get(category, memory.get(category, 0)) for category in _shared(least))
+    left = sum(memory.values()) - sum(memory.get(category, 0) for category in {*known, *_shared(least)})
+    apart = sum(size for category, size in known.items() if category not in _SHARED)
+    return divided, left + apart + least.predicted.footprint - least.predicted.peak_bytes
+
+
+def _shared(least: Plan) -> tuple[str, ...]:
+    """What more processes have less of; of what a step has for a while, that is so where it is the optimizer's."""
+    return (*_SHARED, "temporaries") if least.predicted.place == AT_THE_STEP else _SHARED
 
 
 def _in_the_way(least: Plan, config: Config) -> Iterator[str]:
     """What else the user would have to say, for processes to share all that they can."""
-    if config.zero in _LOWER and least.world > 1:
+    if config.zero in _LOWER:
         yield 'zero="auto" or zero=3'
     if config.mesh is not None and least.shard_size < least.world:
         yield "no mesh, or one that shards over more processes"

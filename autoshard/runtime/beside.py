@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from autoshard import torch_internals
 from autoshard.heap import alive
 from autoshard.runtime.agreement import digest
 from autoshard.runtime.fingerprint import arithmetic, checksums
 from autoshard.runtime.optimizers import stands_still
+from autoshard.runtime.presence import job_store
 
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
@@ -76,7 +76,7 @@ def _compare(optimizer: Optimizer, beside: _Beside, grads: dict[int, Tensor]) ->
     parameters = _parameters(optimizer)
     marks = dict(zip(grads, checksums(list(grads.values()))))
     ours = [f"{marks[i]:x}" if i in marks else "-" for i in range(len(parameters))]
-    store = torch_internals.job_store(beside.topic)
+    store = job_store(beside.topic)
     first = store.compare_set(f"step {beside.steps}", "", " ".join(ours)).decode().split(" ")
     apart = [p for p, here, there in zip(parameters, ours, first) if here != there]
     if (bare := _not_wrapped(apart)) and store.add("said", 1) == 1:

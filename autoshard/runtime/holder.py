@@ -93,8 +93,8 @@ class Holder:
         return dtensor_of(own, self.parameter, self.mesh, [Partial("avg")] * self.mesh.ndim)
 
 
-def once(held: Tensor) -> Tensor:
-    """What was held for a call of the model, or zeros where a backward of that call had it before (`retain_graph`)."""
+def spend(held: Tensor) -> Tensor:
+    """What was held for a call of the model, marked; or zeros where it is: a backward of that call had it before (`retain_graph`)."""
     if _SPENT in held.__dict__:
         return torch.zeros_like(held)
     held.__dict__[_SPENT] = True

@@ -36,6 +36,7 @@ from autoshard.ops.unshard_parameter import unshard_parameter
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.holder import takes_part
 from autoshard.runtime.residue import RESIDUES
+from autoshard.torch_internals import WithStatistics
 
 
 def _as_traced(
@@ -151,8 +152,10 @@ def _make_class(
     accumulation: Accumulation,
     planned: tuple[object, ...],
 ) -> type:
+    # statistics are buffers, which stay in their dtype, and torch takes no weight of another one beside them (seen: CPUs)
+    own_dtype = compute is not None and issubclass(cls, WithStatistics)
     body: dict[str, Any] = {
-        name: _property(name, layout, alone, accumulation, compute is not None and issubclass(cls, WITH_STATISTICS))
+        name: _property(name, layout, alone, accumulation, own_dtype)
         for name, layout, alone in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
@@ -203,9 +206,6 @@ def _copy_parameter(parameter: nn.Parameter | None, memo: dict[int, Any]) -> Non
         made.__dict__.update(parameter.__dict__)
         memo[id(parameter)] = made
 
-
-# Their statistics are buffers, which stay in their dtype, and torch takes no weight of another one beside them (seen: CPUs).
-WITH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 _HOW_IT_LIES = frozenset(
     ["__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "untyped_storage", "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex"]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError
+from autoshard.runtime import launched
 from autoshard.runtime.waiting import SHOWN, missing, named, wait_until
 
 Ranks = Callable[[], list[int]]
@@ -160,21 +161,32 @@ def hosts() -> bool:
 
 def launcher_store(host: bool) -> Any | None:
     """A connection to the store that a launcher's variables name, for this attempt of its; None where there is none, or not yet."""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not address or not port or not (host or _listens(address, int(port))):
+    address, port = os.environ.get("MASTER_ADDR", ""), launched.said("MASTER_PORT")
+    if not address or not port or not (host or _listens(address, port)):
         return None
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
-            int(port),
+            port,
             is_master=host,
             timeout=timedelta(seconds=_CONNECT),
             wait_for_workers=False,
             multi_tenant=True,  # the process group will share it
         )
-        return torch_internals.of_this_attempt(store)
+        return of_this_attempt(store)
     except (dist.DistNetworkError, dist.DistStoreError):
         return None
+
+
+def of_this_attempt(store: Any) -> Any:
+    """What this attempt of a launcher keeps in a store: torchrun's may outlive a restart, and what an earlier attempt said would be read
+    as if this one had."""
+    return dist.PrefixStore(f"attempt{launched.attempt()}", store)  # type: ignore[attr-defined]
+
+
+def job_store(prefix: str) -> Any:
+    """The process group's store for this attempt, keys under `prefix`; the user may have made the group."""
+    return of_this_attempt(torch_internals.job_store(prefix))
 
 
 def _listens(address: str, port: int) -> bool:
@@ -203,7 +215,7 @@ def _give(over: threading.Event) -> None:
         if launcher is None and "RANK" in os.environ:
             launcher = launcher_store(host=hosts() and not dist.is_initialized())
         if group is None and dist.is_initialized():
-            group = _own(torch_internals.job_store(""))
+            group = _own(job_store(""))
         for store in (launcher, group):
             _write(store, f"{time.time()} {_where(main)}")
 
@@ -217,7 +229,7 @@ def _own(store: Any) -> Any:
 
 
 def _write(store: Any | None, sign: str) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = dist.get_rank() if dist.is_initialized() else launched.said("RANK") or 0
     try:
         if store is not None:
             _signs(store).set(str(rank), sign)

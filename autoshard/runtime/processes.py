@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import torch_internals
 from autoshard.errors import ConfigError, UnsupportedError
+from autoshard.runtime import launched
 from autoshard.runtime.agreement import Agreement
-from autoshard.runtime.presence import Patience
+from autoshard.runtime.presence import Patience, job_store
 from autoshard.runtime.waiting import wait_until
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,33 +41,25 @@ class World:
 
     def agreement(self, topic: str, what: str, patience: Patience) -> Agreement:
         """One of all processes of the job, which come to `what`. topic: the same on all of them and new for each."""
-        return Agreement(torch_internals.job_store(""), self.rank, self.size, topic, what, patience)
+        return Agreement(job_store(""), self.rank, self.size, topic, what, patience)
 
 
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launcher_says(name: str) -> int | None:
-    """A number that the launcher left in the environment, if it did. ConfigError if it is none."""
-    said = os.environ.get(name)
-    if said is not None and not said.isdecimal():
-        raise ConfigError(f"environment: {name} is {said!r}; legal: a number from 0 on, as torchrun sets it")
-    return None if said is None else int(said)
-
-
 def launched_size() -> int:
     """How many processes the job has, as far as this one can tell."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return launcher_says("WORLD_SIZE") or 1 if _launched() else 1
+    return (launched.said("WORLD_SIZE", 1) if _launched() else None) or 1
 
 
 def launched_rank() -> int:
     """Which of them this one is, before it joined them too."""
     if dist.is_initialized():
         return dist.get_rank()
-    return launcher_says("RANK") or 0 if _launched() else 0
+    return (launched.said("RANK") if _launched() else None) or 0
 
 
 def on_one_machine() -> bool:
@@ -76,7 +69,7 @@ def on_one_machine() -> bool:
 
 def said_of_this_node() -> int | None:
     """How many of the job's processes are on this machine, if the launcher says it."""
-    return launcher_says("LOCAL_WORLD_SIZE")
+    return launched.said("LOCAL_WORLD_SIZE", 1)
 
 
 def per_node(hosts: Sequence[str]) -> int:
@@ -218,7 +211,7 @@ def _end() -> None:
         return
     if getattr(sys, "last_value", None) is not None:
         return
-    _wait_for_everyone(torch_internals.job_store("autoshard/exit"), dist.get_world_size())
+    _wait_for_everyone(job_store("autoshard/exit"), dist.get_world_size())
     time.sleep(_QUIET_SECONDS)
     dist.destroy_process_group()
     time.sleep(_QUIET_SECONDS)
