@@ -173,8 +173,9 @@ class _Quiet:
 
 
 def _named_alike(cls: type, body: dict[str, Any]) -> type:
-    """A subclass that goes by the name of `cls`."""
-    return type(cls.__name__, (_Quiet, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
+    """A subclass that goes by the name of `cls`, which may be one already."""
+    bases = (cls,) if issubclass(cls, _Quiet) else (_Quiet, cls)
+    return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
 
 
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:
