@@ -34,7 +34,7 @@ def test_job_store_is_shared(two: Processes) -> None:
 @pytest.mark.full
 def test_emit_artifact_reaches_the_structured_trace(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
-    launch(1, "from autoshard.torch_internals import emit_artifact; emit_artifact('here', lambda: 'text 42')")
+    launch(1, "from autoshard.torch_internals import emit_artifact; emit_artifact('here', lambda: 'text 42')", fresh=True)
     assert any("text 42" in log.read_text() for log in tmp_path.iterdir())
 
 
