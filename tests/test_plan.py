@@ -19,25 +19,13 @@ from autoshard import Config, Degrees, ParameterGroup, Plan
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.errors import BudgetError, ConfigError, PassError, PlanError
-from autoshard.inventory import Inventory, ParameterInfo
+from autoshard.inventory import Inventory
 from autoshard.passes.choose_unshard import _most, copies_of_blocks, keeping_none, keeping_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.registry import pipeline_for
 from autoshard.planning import check_passes_carry_out, check_plan_fits, first_look
 from autoshard.units import parse_bytes
-
-
-def _info(name: str, *shape: int) -> ParameterInfo:
-    return ParameterInfo(name, shape, "float32", 4, True, True)
-
-
-def _blocks(count: int = 4) -> Inventory:
-    blocks = [_info(f"layers.{i}.{n}", 256, 256) for i in range(count) for n in ("up", "down")]
-    return Inventory("Net", (_info("embed.weight", 1000, 256), *blocks, _info("norm.weight", 256)))
-
-
-def _where(world: int = 8, budget: int | None = None) -> Circumstances:
-    return Circumstances(Cluster(1, world, DEVICES["h100"]), budget)
+from tests.inventories import blocks, info, where
 
 
 def test_a_stage_is_three_degrees() -> None:
@@ -52,7 +40,7 @@ def test_impossible_degrees_are_refused(degrees: tuple[int, int, int]) -> None:
 
 
 def test_groups_follow_blocks_and_order_of_use() -> None:
-    plan = make_plan(_blocks(), Config(zero=3), _where())
+    plan = make_plan(blocks(), Config(zero=3), where())
     assert [g.name for g in plan.groups] == [
         "embed", "layers.0", "layers.1", "layers.2", "layers.3", "replicated",
     ]  # fmt: skip
@@ -61,7 +49,7 @@ def test_groups_follow_blocks_and_order_of_use() -> None:
 
 
 def test_plans_survive_json_and_their_hash_ignores_predictions() -> None:
-    plan = make_plan(_blocks(), Config(precision="bf16"), _where(budget=2**40))
+    plan = make_plan(blocks(), Config(precision="bf16"), where(budget=2**40))
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.hash == plan.hash and again.predicted == plan.predicted
     assert dataclasses.replace(plan, why=(), predicted=type(plan.predicted)()).hash == plan.hash
@@ -86,22 +74,22 @@ def _taking(seconds: dict[int, float]) -> tuple[Callable[[Plan], Plan], list[int
 def test_a_stage_whose_messages_take_hardly_longer_is_looked_at_too(slow: float, chosen: int) -> None:
     """An optimizer steps a part of what it does at stage 0."""
     forecast, asked = _taking({0: slow, 1: 1.5, 2: 0.1, 3: 0.1})
-    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
-    plan = make_plan(large, Config(), _where(), forecast)
+    large = Inventory("Net", tuple(info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    plan = make_plan(large, Config(), where(), forecast)
     assert max(g.degrees.stage for g in plan.groups) == chosen and set(asked) == {0, 1}
 
 
 def test_stages_1_and_2_are_as_long_on_the_wire_and_do_not_hide_a_third_that_is_no_longer() -> None:
     forecast, asked = _taking({0: 1.0, 1: 1.5, 2: 1.5, 3: 0.1})
-    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    large = Inventory("Net", tuple(info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
     plan = make_plan(large, Config(), Circumstances(Cluster(4, 1, DEVICES["cpu"]), None), forecast)
     assert max(g.degrees.stage for g in plan.groups) == 0 and asked == [1, 2, 0]
 
 
 def test_one_process_trains_in_its_model_s_dtypes_and_says_so() -> None:
-    plan = make_plan(_blocks(), Config(precision="bf16"), _where(1))
+    plan = make_plan(blocks(), Config(precision="bf16"), where(1))
     assert (plan.compute, plan.reduce) == ("", "") and any(reason.startswith("precision: one process") for reason in plan.why)
-    assert not any("precision" in reason for reason in make_plan(_blocks(), Config(), _where(1)).why)
+    assert not any("precision" in reason for reason in make_plan(blocks(), Config(), where(1)).why)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1, "world": 2}'])
@@ -127,13 +115,13 @@ def test_nothing_is_called_simulated_that_was_not() -> None:
 @pytest.mark.parametrize("name", ["direct", "direct_sums", "early"])
 def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
     """A text such as "no", edited into a file, is true to Python."""
-    text = make_plan(_blocks(), Config(zero=2), _where()).to_json()
+    text = make_plan(blocks(), Config(zero=2), where()).to_json()
     with pytest.raises(PlanError, match=f"plan: {name}: 'no' is not legal; legal: true, false"):
         Plan.from_json(json.dumps({**json.loads(text), name: "no"}))
 
 
 @pytest.mark.parametrize(
-    ("where", "key", "value", "says"),
+    ("part_of", "key", "value", "says"),
     [
         ((), "recomputte", [], "plan: 'recomputte' is not known; did you mean 'recompute'?"),
         ((), "axis", [], "plan: 'axis' is not known; did you mean 'axes'?"),
@@ -158,10 +146,10 @@ def test_what_is_done_or_not_is_true_or_false(name: str) -> None:
         ((), "buffers", "rank0", "plan: buffers: 'rank0' is not legal; legal: broadcast, local"),
     ],
 )
-def test_what_a_plan_file_cannot_say_is_refused_by_name(where: tuple[Any, ...], key: str, value: Any, says: str) -> None:
-    data = json.loads(make_plan(_blocks(), Config(zero=2), _where()).to_json())
+def test_what_a_plan_file_cannot_say_is_refused_by_name(part_of: tuple[Any, ...], key: str, value: Any, says: str) -> None:
+    data = json.loads(make_plan(blocks(), Config(zero=2), where()).to_json())
     part = data
-    for step in where:
+    for step in part_of:
         part = part[step]
     part[key] = value
     with pytest.raises(PlanError, match=says):
@@ -177,18 +165,18 @@ def test_a_plan_must_fit_its_mesh() -> None:
     with pytest.raises(PlanError, match="plan: 'b' is in two groups; legal: one a parameter"):
         Plan(4, (("shard", 4),), (ParameterGroup("a", ("a", "b"), alone), ParameterGroup("b", ("b",), alone)))
     with pytest.raises(ConfigError, match="makes 4 processes; the job has 8"):
-        make_plan(_blocks(), Config(mesh={"shard": 4}), _where(8))
+        make_plan(blocks(), Config(mesh={"shard": 4}), where(8))
 
 
 def test_what_a_plan_file_does_not_say_is_named() -> None:
-    data = json.loads(make_plan(_blocks(), Config(zero=2), _where()).to_json())
+    data = json.loads(make_plan(blocks(), Config(zero=2), where()).to_json())
     del data["groups"][0]["degrees"]["gradient"]
     with pytest.raises(PlanError, match="plan: groups: degrees: 'gradient' is missing; legal: all of parameter, gradient, optimizer"):
         Plan.from_json(json.dumps(data))
 
 
 def test_a_plan_of_more_messages_than_a_step_can_have_is_refused() -> None:
-    large = Inventory("Net", (_info("up", 8192, 8192),))
+    large = Inventory("Net", (info("up", 8192, 8192),))
     plan = Plan(4, (("shard", 4),), (ParameterGroup("", ("up",), Degrees(1, 4, 4)),))
     check_plan_fits(replace(plan, message=2**12), large, 4)
     with pytest.raises(PlanError, match="plan: message: 1 bytes make 268435456 messages of this model; legal: 0, or at most 100000 messages"):
@@ -196,7 +184,7 @@ def test_a_plan_of_more_messages_than_a_step_can_have_is_refused() -> None:
 
 
 def test_a_plan_must_fit_its_model() -> None:
-    scale = Inventory("Net", (_info("scale"),))
+    scale = Inventory("Net", (info("scale"),))
     sharded, whole = (Plan(4, (("shard", 4),), (ParameterGroup("a", ("scale",), Degrees(1, 1, n)),)) for n in (4, 1))
     check_plan_fits(whole, scale, 4)
     with pytest.raises(PlanError, match="plan: 'scale' is a single number, which cannot be sharded; legal: a group with degrees of 1"):
@@ -214,20 +202,20 @@ def test_a_plan_must_fit_its_model() -> None:
     ],
 )
 def test_passes_that_a_plan_needs_must_be_there(without: str, config: Config, setting: str) -> None:
-    plan = make_plan(_blocks(), config, _where())
+    plan = make_plan(blocks(), config, where())
     check_passes_carry_out(plan, pipeline_for(None, ()), buffers=True)
     with pytest.raises(PassError, match=f"passes: no pass '{without}', which carries out the plan's {setting}; legal: passes with it"):
         check_passes_carry_out(plan, [p for p in pipeline_for(None, ()) if p.name != without], buffers=True)
-    check_passes_carry_out(make_plan(_blocks(), Config(zero=0), _where()), [], buffers=False)
+    check_passes_carry_out(make_plan(blocks(), Config(zero=0), where()), [], buffers=False)
 
 
 def test_auto_takes_the_cheapest_that_fits() -> None:
-    free = make_plan(_blocks(), Config(), _where())
-    stages = [make_plan(_blocks(), Config(zero=s), _where()) for s in range(4)]
+    free = make_plan(blocks(), Config(), where())
+    stages = [make_plan(blocks(), Config(zero=s), where()) for s in range(4)]
     cheapest = min(p.predicted.communication_seconds for p in stages)
     assert free.predicted.communication_seconds == cheapest
     tight = stages[3].predicted.peak_bytes
-    chosen = make_plan(_blocks(), Config(), _where(budget=tight))
+    chosen = make_plan(blocks(), Config(), where(budget=tight))
     assert max(g.degrees.stage for g in chosen.groups) == 3
 
 
@@ -246,12 +234,12 @@ def test_what_cannot_fit_is_not_asked_about_further() -> None:
         brought.append(max(g.degrees.stage for g in plan.groups))
         return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory={"gathered": 2**28}))
 
-    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
-    plan = make_plan(large, Config(), _where(8, 2**29 + 2**28), forecast, fit)
+    large = Inventory("Net", tuple(info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    plan = make_plan(large, Config(), where(8, 2**29 + 2**28), forecast, fit)
     assert max(g.degrees.stage for g in plan.groups) == 3 and set(asked) == {1, 2, 3} and brought == [3]
     assert any(why.startswith("ZeRO-0: ") and "and activations" in why for why in plan.why)
     with pytest.raises(BudgetError, match="ZeRO-3 on 8 processes"):
-        make_plan(large, Config(), _where(8, 2**27), forecast, fit)
+        make_plan(large, Config(), where(8, 2**27), forecast, fit)
 
 
 def test_the_budget_that_an_error_names_is_enough() -> None:
@@ -262,56 +250,14 @@ def test_the_budget_that_an_error_names_is_enough() -> None:
         memory = {**plan.predicted.memory, "activations": 2**33 + 2**20}
         return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
 
-    large = Inventory("Net", tuple(_info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
+    large = Inventory("Net", tuple(info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
     for zero in ("auto", 3):
         with pytest.raises(BudgetError, match="at best, ZeRO-3 on 8 processes") as caught:
-            make_plan(large, Config(zero=zero, memory_budget=2**27), _where(8, 2**27), forecast)
+            make_plan(large, Config(zero=zero, memory_budget=2**27), where(8, 2**27), forecast)
         enough = re.search("a budget of ([0-9.]+ GiB)", str(caught.value))
         assert enough
         budget = parse_bytes(enough[1])
-        assert make_plan(large, Config(zero=zero, memory_budget=budget), _where(8, budget), forecast).predicted.footprint <= budget
-
-
-RACKS = {"replicate": 4, "shard": 2}
-
-
-@pytest.mark.parametrize(
-    ("world", "said", "mib", "activations", "fix"),
-    [
-        (1, {"zero": 0}, 60, 0, 'more than one process, with zero="auto" or zero=3, or a budget of'),
-        (1, {}, 60, 0, "more than one process, or a budget of"),
-        (1, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
-        (8, {"zero": 1}, 30, 0, 'zero="auto" or zero=3, or a budget of'),
-        (8, {"zero": 1}, 10, 0, 'more than 8 processes, with zero="auto" or zero=3, or a budget of'),
-        (8, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
-        (8, {}, 10, 0, "more than 8 processes, or a budget of"),
-        (8, {}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB, of which activations take 8.00 GiB"),
-        (8, {"mesh": RACKS}, 30, 0, "no mesh, or one that shards over more processes, or a budget of"),
-        (8, {"mesh": RACKS}, 10, 0, "more than 8 processes, with no mesh, or one that shards over more processes, or a budget of"),
-        (8, {"replicate_below": 10**8}, 30, 0, 'replicate_below="auto", or a budget of'),
-        (8, {"replicate_below": 10**8, "zero": 0}, 30, 0, 'zero="auto" or zero=3 and replicate_below="auto", or a budget of'),
-        (8, {"recompute": "none"}, 30, 2**30, 'recompute="auto", or a budget of'),
-        (8, {"recompute": "none"}, 10, 2**30, "a smaller batch, or a budget of 1.* GiB, of which activations take 1.00 GiB"),
-    ],
-)
-def test_what_a_fix_names_would_help(world: int, said: dict[str, Any], mib: int, activations: int, fix: str) -> None:
-    """Of a model that takes 130 MiB in one process."""
-    budget = mib * 2**20
-
-    def forecast(plan: Plan) -> Plan:
-        memory = {**plan.predicted.memory, "activations": activations}
-        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
-
-    with pytest.raises(BudgetError, match=f"Cheapest fix: {fix}"):
-        make_plan(_blocks(64), Config(memory_budget=budget, **said), _where(world, budget), forecast)
-
-
-@pytest.mark.parametrize("said", [{"zero": 1}, {"mesh": RACKS}, {"replicate_below": 10**8}, {"replicate_below": 10**8, "zero": 0}])
-def test_a_fix_that_is_followed_helps(said: dict[str, Any]) -> None:
-    budget = 30 * 2**20
-    with pytest.raises(BudgetError):
-        make_plan(_blocks(64), Config(memory_budget=budget, **said), _where(8, budget))
-    assert make_plan(_blocks(64), Config(memory_budget=budget), _where(8, budget)).predicted.peak_bytes <= budget
+        assert make_plan(large, Config(zero=zero, memory_budget=budget), where(8, budget), forecast).predicted.footprint <= budget
 
 
 def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
@@ -327,29 +273,29 @@ def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
 
     simulated = "the least time of those that were simulated and fit"
     for budget, said in ((None, "the least time on the wire of those that fit"), (75 << 20, simulated)):
-        plan = make_plan(_blocks(), Config(), _where(8, budget), forecast, fit)
+        plan = make_plan(blocks(), Config(), where(8, budget), forecast, fit)
         assert [why for why in plan.why if "chosen" in why] == [why for why in plan.why if f"(chosen: {said})" in why] != []
 
 
 @given(st.integers(1, 64), st.integers(10_000, 100_000_000))
 def test_auto_never_exceeds_the_budget(world: int, budget: int) -> None:
     try:
-        plan = make_plan(_blocks(), Config(), _where(world, budget))
+        plan = make_plan(blocks(), Config(), where(world, budget))
         assert plan.predicted.peak_bytes <= budget
     except BudgetError as error:
         assert "Cheapest fix: " in str(error) and "short" in str(error)
 
 
 def test_memory_is_the_sum_that_anyone_can_check() -> None:
-    inventory = Inventory("One", (_info("w", 1000, 1000),))
-    memory = make_plan(inventory, Config(zero=3), _where(8)).predicted.memory
+    inventory = Inventory("One", (info("w", 1000, 1000),))
+    memory = make_plan(inventory, Config(zero=3), where(8)).predicted.memory
     assert memory["parameters"] == memory["gradients"] == 4_000_000 // 8
     assert memory["optimizer"] == 2 * 4_000_000 // 8
     assert memory["gathered"] == 4_000_000
 
 
 def test_hsdp_is_a_point_of_the_same_space() -> None:
-    plan = make_plan(_blocks(), Config(zero=3, mesh={"replicate": 2, "shard": 4}), _where(8))
+    plan = make_plan(blocks(), Config(zero=3, mesh={"replicate": 2, "shard": 4}), where(8))
     assert str(plan.groups[1].degrees) == "4/4/4" and plan.shard_size == 4
     assert {t.collective for t in plan.predicted.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}
 
@@ -358,12 +304,12 @@ def test_on_many_nodes_the_processes_of_each_share_rows_where_that_is_faster() -
     """A gather over all of them takes as many hops; but what the user said of the mesh holds."""
     many, few = (Circumstances(Cluster(nodes, 8, DEVICES["h100"]), 6 << 20) for nodes in (125, 2))
     budget = {"memory_budget": 6 << 20}
-    plan = make_plan(_blocks(), Config(**budget), many)  # type: ignore[arg-type]
+    plan = make_plan(blocks(), Config(**budget), many)  # type: ignore[arg-type]
     assert plan.axes == (("replicate", 125), ("shard", 8)) and plan.summary == "ZeRO-3 over 8 processes"
     assert any(why.startswith("ZeRO-3 in each node: ") and "chosen" in why for why in plan.why)
     for options in ({"mesh": {"shard": 1000}}, {"hierarchy": "flat"}, {"zero": 3}):
-        assert make_plan(_blocks(), Config(**budget, **options), many).axes == (("shard", 1000),)  # type: ignore[arg-type]
-    said = make_plan(_blocks(), Config(**budget), few).why  # type: ignore[arg-type]
+        assert make_plan(blocks(), Config(**budget, **options), many).axes == (("shard", 1000),)  # type: ignore[arg-type]
+    said = make_plan(blocks(), Config(**budget), few).why  # type: ignore[arg-type]
     assert sum("in each node" in why for why in said) == 3
 
 
@@ -374,7 +320,7 @@ def _simulated(plan: Plan) -> Plan:
 
 def test_copies_are_kept_for_a_budget_only_where_a_step_was_simulated() -> None:
     """Nobody knows what activations take."""
-    plan = make_plan(_blocks(), Config(zero=3, memory_budget=2**30), _where(8, 2**30))
+    plan = make_plan(blocks(), Config(zero=3, memory_budget=2**30), where(8, 2**30))
     assert _kept(plan) == ["layers.3"]
 
 
@@ -383,24 +329,24 @@ def test_no_copy_is_kept_where_not_even_one_fits() -> None:
         memory = {"gathered": 100 if _kept(plan) else 50}
         return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory))
 
-    plans = [make_plan(_blocks(), Config(zero=3, memory_budget=b), _where(8, b), forecast) for b in (60, 120)]
+    plans = [make_plan(blocks(), Config(zero=3, memory_budget=b), where(8, b), forecast) for b in (60, 120)]
     assert [_kept(plan) for plan in plans] == [[], ["layers.3"]]
     assert any("no whole copy kept" in why for why in plans[0].why)
 
 
 def test_rows_that_are_fewer_than_processes_are_said() -> None:
     """Eight experts in one parameter travel to sixteen processes as sixteen."""
-    experts = Inventory("Net", tuple(_info(f"layers.{i}.experts", 8, 1024, 256) for i in range(4)))
+    experts = Inventory("Net", tuple(info(f"layers.{i}.experts", 8, 1024, 256) for i in range(4)))
     said = "layers.0.experts has 8 rows for 16 processes: 8 hold none of it, and 2.0 times as many bytes travel as parameters have; with"
     for zero, mesh, says in ((1, None, True), (0, None, False), (3, {"replicate": 2, "shard": 8}, False)):
-        plan = make_plan(experts, Config(zero=zero, mesh=mesh), _where(16))  # type: ignore[arg-type]
+        plan = make_plan(experts, Config(zero=zero, mesh=mesh), where(16))  # type: ignore[arg-type]
         assert any(why.startswith(f"{said} mesh={{'replicate': 2, 'shard': 8}}") for why in plan.why) is says
     with pytest.raises(BudgetError, match=f"since more processes would not help: {said}"):
-        make_plan(experts, Config(), _where(16, 2**20))
+        make_plan(experts, Config(), where(16, 2**20))
 
 
 def test_the_only_group_is_gathered_again() -> None:
-    plan = make_plan(Inventory("Net", (_info("up.weight", 256, 256),)), Config(zero=3), _where(8))
+    plan = make_plan(Inventory("Net", (info("up.weight", 256, 256),)), Config(zero=3), where(8))
     assert not _kept(plan)
 
 
@@ -419,13 +365,13 @@ def _kept(plan: Plan) -> list[str]:
 
 def test_a_budget_says_how_many_gathered_copies_are_kept() -> None:
     """The last used stays at stage 3, backward needing it first, unless not even that fits; the fewer the budget allows, the fewer."""
-    free = make_plan(_blocks(), Config(zero=3), _where(8))
+    free = make_plan(blocks(), Config(zero=3), where(8))
     strict = keeping_none(free)
     assert _kept(free) == ["layers.3"] and not _kept(strict)
     kept = []
     for budget in range(1, 2**23, 2**16):
         try:
-            plan = make_plan(_blocks(), Config(zero=3, memory_budget=budget), _where(8, budget), _simulated)
+            plan = make_plan(blocks(), Config(zero=3, memory_budget=budget), where(8, budget), _simulated)
         except BudgetError:
             assert not kept
             continue
@@ -437,11 +383,11 @@ def test_a_budget_says_how_many_gathered_copies_are_kept() -> None:
 
 
 def test_the_copies_of_a_block_are_those_of_its_groups() -> None:
-    plan = keeping_none(make_plan(_blocks(), Config(zero=3), _where(8)))
-    first, whole = next(g for g in plan.groups if g.name == "layers.1"), copies_of_blocks(plan, _blocks())
+    plan = keeping_none(make_plan(blocks(), Config(zero=3), where(8)))
+    first, whole = next(g for g in plan.groups if g.name == "layers.1"), copies_of_blocks(plan, blocks())
     halves = [dataclasses.replace(first, name=f"layers.1/{i}", parameters=names) for i, names in ((1, first.parameters[:1]), (2, first.parameters[1:]))]
     parted = dataclasses.replace(plan, groups=tuple(h for g in plan.groups for h in (halves if g is first else [g])))
-    assert halves[1].parameters and copies_of_blocks(parted, _blocks()) == whole
+    assert halves[1].parameters and copies_of_blocks(parted, blocks()) == whole
     assert _kept(keeping_of(parted, {"layers.1"})) == ["layers.1/1", "layers.1/2"] and _kept(keeping_of(parted, {"layers.1/2"})) == ["layers.1/2"]
 
 

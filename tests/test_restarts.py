@@ -15,7 +15,7 @@ from tests.launch import ROOT
 from tests.small import in_full
 
 JOB = """
-import os, sys, time
+import os, sys
 import torch, autoshard
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

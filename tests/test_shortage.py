@@ -1,0 +1,54 @@
+"""What is said to help where nothing fits, and whether it does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from autoshard import Config, Plan
+from autoshard.errors import BudgetError
+from autoshard.passes.choose_zero import make_plan
+from tests.inventories import blocks, where
+
+RACKS = {"replicate": 4, "shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("world", "said", "mib", "activations", "fix"),
+    [
+        (1, {"zero": 0}, 60, 0, 'more than one process, with zero="auto" or zero=3, or a budget of'),
+        (1, {}, 60, 0, "more than one process, or a budget of"),
+        (1, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
+        (8, {"zero": 1}, 30, 0, 'zero="auto" or zero=3, or a budget of'),
+        (8, {"zero": 1}, 10, 0, 'more than 8 processes, with zero="auto" or zero=3, or a budget of'),
+        (8, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
+        (8, {}, 10, 0, "more than 8 processes, or a budget of"),
+        (8, {}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB, of which activations take 8.00 GiB"),
+        (8, {"mesh": RACKS}, 30, 0, "no mesh, or one that shards over more processes, or a budget of"),
+        (8, {"mesh": RACKS}, 10, 0, "more than 8 processes, with no mesh, or one that shards over more processes, or a budget of"),
+        (8, {"replicate_below": 10**8}, 30, 0, 'replicate_below="auto", or a budget of'),
+        (8, {"replicate_below": 10**8, "zero": 0}, 30, 0, 'zero="auto" or zero=3 and replicate_below="auto", or a budget of'),
+        (8, {"recompute": "none"}, 30, 2**30, 'recompute="auto", or a budget of'),
+        (8, {"recompute": "none"}, 10, 2**30, "a smaller batch, or a budget of 1.* GiB, of which activations take 1.00 GiB"),
+    ],
+)
+def test_what_a_fix_names_would_help(world: int, said: dict[str, Any], mib: int, activations: int, fix: str) -> None:
+    """Of a model that takes 130 MiB in one process."""
+    budget = mib * 2**20
+
+    def forecast(plan: Plan) -> Plan:
+        memory = {**plan.predicted.memory, "activations": activations}
+        return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory=memory, place="mm", seconds={"compute": 1.0}))
+
+    with pytest.raises(BudgetError, match=f"Cheapest fix: {fix}"):
+        make_plan(blocks(64), Config(memory_budget=budget, **said), where(world, budget), forecast)
+
+
+@pytest.mark.parametrize("said", [{"zero": 1}, {"mesh": RACKS}, {"replicate_below": 10**8}, {"replicate_below": 10**8, "zero": 0}])
+def test_a_fix_that_is_followed_helps(said: dict[str, Any]) -> None:
+    budget = 30 * 2**20
+    with pytest.raises(BudgetError):
+        make_plan(blocks(64), Config(memory_budget=budget, **said), where(8, budget))
+    assert make_plan(blocks(64), Config(memory_budget=budget), where(8, budget)).predicted.peak_bytes <= budget
