@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import importlib.util
+import shutil
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -44,6 +46,13 @@ def _file(name: str, text: str) -> Path:
     path = cache_folder() / "kernels" / name
     if readable(path) and path.read_text() == text or write_at_once(path, text):
         return path
-    path = Path(tempfile.mkdtemp(prefix="autoshard_")) / name
+    path = _folder_of_this_process() / name
     path.write_text(text)
     return path
+
+
+@functools.cache
+def _folder_of_this_process() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="autoshard_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
