@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
 from autoshard import optim
@@ -24,8 +23,7 @@ from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
 from autoshard.report import Report
 from autoshard.runtime import state as _state
-from autoshard.runtime.accumulation import Accumulation
-from autoshard.runtime.whole import in_whole
+from autoshard.runtime.whole import in_whole, state_of_module
 from autoshard.sweep import Sweep, Swept, sweep
 from autoshard.torch_internals import original_of
 from autoshard.version import __version__
@@ -86,9 +84,8 @@ def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards of forwards inside do not reduce gradients where the plan keeps them whole (stages 0, 1)."""
-    inside = [state.accumulation for state in _state.states_in(model)] or [Accumulation.of(model)]
     with ExitStack() as stack:
-        for accumulation in inside:
+        for accumulation in _state.accumulations_in(model):
             stack.enter_context(accumulation.no_sync())
         yield
 
@@ -106,8 +103,7 @@ def state_dict(of: nn.Module | Optimizer, keep: bool | None = None) -> dict[str,
     keeps = (not dist.is_initialized() or dist.get_rank() == 0) if keep is None else keep
     if isinstance(of, Optimizer):
         return in_whole(of.state_dict(), keeps)
-    lenient = StateDictOptions(strict=False)  # or torch refuses a model that has nothing
-    return in_whole(get_model_state_dict(original_of(of), options=lenient), keeps)
+    return in_whole(state_of_module(original_of(of)), keeps)
 
 
 @contextmanager

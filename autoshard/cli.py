@@ -230,7 +230,7 @@ def _at_least_one(name: str, value: Any) -> None:
 def _clusters(arguments: argparse.Namespace) -> list[Cluster]:
     """One for each number of machines, and of processes on each."""
     numbers = itertools.product(arguments.nnodes or [None], arguments.nproc_per_node or [None])
-    return [_cluster(arguments, nodes, per_node) for nodes, per_node in numbers]
+    return [_cluster(arguments, nodes, per_node) for nodes, per_node in dict.fromkeys(numbers)]
 
 
 def _cluster(arguments: argparse.Namespace, nodes: int | None, per_node: int | None) -> Cluster:

@@ -13,13 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import dtype_or_own
 from autoshard.errors import ConfigError, nearest
-from autoshard.plan import BUFFERS, COMPRESSIONS, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
+from autoshard.plan import BUFFERS, COMPRESSIONS, MESH_AXES, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
 from autoshard.units import parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "triton", "eager")
 HIERARCHIES = ("auto", "flat", "two_level", "hpz")
-MESH_AXES = ("replicate", "shard")
 LONGEST = 1e9  # seconds, 30 years
 _DECIDING = (
     "zero", "mesh", "memory_budget", "recompute", "precision", "compression", "compression_rank", "partition_activations",

@@ -21,7 +21,7 @@ from autoshard.cost_model.cluster import Cluster, as_measured, measured_here, wi
 from autoshard.cost_model.collectives import GATHERS, table_name
 from autoshard.cost_model.hardware import Device, device_named_like
 from autoshard.cost_model.optimizer import Existing
-from autoshard.errors import ConfigError, PlanError, ShardingError, first_line
+from autoshard.errors import ConfigError, PeerLostError, PlanError, ShardingError, first_line
 from autoshard.family import Family, members_of
 from autoshard.first_graph import FirstGraph
 from autoshard.forecast import Forecaster
@@ -50,6 +50,7 @@ from autoshard.runtime.shared_memory import refuse_shared_memory
 from autoshard.runtime.state import ModelState, make_unusable
 from autoshard.runtime.steps import watch_steps
 from autoshard.units import bytes_text, counted
+from autoshard.unshardable import refuse_unsent
 from autoshard.version import __version__
 
 LONG = 2e-3  # seconds a parameter that all gathers of a step take
@@ -85,6 +86,8 @@ class FirstCall:
             plan = self._agree(inventory)
             check_plan_fits(plan, inventory, self.world.size)
             check_passes_carry_out(plan, self.manager.pipeline, next(self.model.buffers(), None) is not None)
+            if plan.buffers == "broadcast" and not plan.leaves_alone:
+                refuse_unsent(self.model)
             if plan.sharded:
                 refuse_shared_memory(self.model)
                 self.graph.refuse_transformed()
@@ -166,6 +169,7 @@ class FirstCall:
             cluster=self._cluster(hosts, found),
             budget=budget_bytes(self.config, least_free(statements, shared)),
             optimizer_states=max(states) if states else None,
+            unable=optimizers.first_unable(self.optimizers),
         )
         config = self.config
         if statements[0]["scaler"] and config.replicate_below == "auto":  # see [Note: Infinite gradients]
@@ -247,6 +251,9 @@ class FirstCall:
                     repoint.replace(old, new)
                 for optimizer in self.optimizers:
                     loaded.load_rows(optimizer)
+        except PeerLostError as error:
+            make_unusable(self.model, error)
+            raise
         except Exception as error:
             final = ShardingError(
                 f"sharding {type(members_of(self.model)[0]).__name__} failed half way ({type(error).__name__}: {error}); "

@@ -25,6 +25,7 @@ from autoshard import no_sync, state_dict, torch_internals
 from autoshard.compiler import Backend
 from autoshard.config import Config
 from autoshard.errors import UnsupportedError
+from autoshard.runtime.state import accumulations_in
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -60,12 +61,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not evaluation_mode and not any(m is prepared for m in self._models):
             self._models.append(prepared)
         if not torch_internals.is_compiled_in_place(prepared):
-            prepared.compile(backend=Backend(self._autoshard))
+            torch_internals.compile_in_place(prepared, Backend(self._autoshard))
         return prepared
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See `autoshard.no_sync`."""
         return no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Refused where gradients wait: of a forward inside `no_sync` it is decided by then that nothing is reduced."""
+        if any(accumulation.waiting() for accumulation in accumulations_in(model)):
+            raise UnsupportedError(
+                "trigger_sync_in_backward: a backward of a forward inside no_sync reduces nothing at stages 0 and 1; legal: the last "
+                "forward outside of no_sync"
+            )
+        return super().trigger_sync_in_backward(model)  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
         """The norm over all processes, as a plain tensor."""

@@ -64,17 +64,19 @@ def _running(path: str, failed: str) -> Iterator[None]:
             'defaults, or are read behind if __name__ == "__main__"'
         ) from error
     except Exception as error:
-        raise ModelFileError(f"{failed}: {type(error).__name__}: {error}") from error
+        meta = '; legal: with torch.device("cpu"): around what needs values, which tensors on meta have not' if "meta tensor" in str(error) else ""
+        raise ModelFileError(f"{failed}: {type(error).__name__}: {error}{meta}") from error
     finally:
         sys.argv = given
 
 
 def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path.stem}_of_a_model" if path.stem in sys.stdlib_module_names else path.stem  # others import that by its name
+    spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ModelFileError(f"{str(path)!r} is no Python file; legal: model.py or model.py:NAME")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     with _running(str(path), f"{path} cannot be imported"):
         spec.loader.exec_module(module)

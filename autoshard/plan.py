@@ -24,6 +24,7 @@ POLICIES = ("none", "selective", "full")  # see [Note: Policies] in passes/recom
 THROUGH = "through"  # see [Note: Regions] in passes/repeat_blocks.py
 VERBS = ("save",)  # what a policy may say of operations; see [Note: Verbs] in passes/recompute.py
 BUFFERS = ("broadcast", "local")
+MESH_AXES = ("replicate", "shard")
 
 # Numbers of the parameter's size that an optimizer keeps for each parameter, from torch.optim's own state.
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
@@ -183,6 +184,8 @@ class Plan:
         for name, (least, what) in _LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise PlanError(f"plan: {name}: {value!r} is not legal; legal: {what}, {least} or more")
+        if len({name for name, _ in self.axes} & {*MESH_AXES}) < len(self.axes):
+            raise PlanError(f"plan: axes: {[name for name, _ in self.axes]} are not legal; legal: {', '.join(MESH_AXES)}, each once at most")
         size = math.prod(n for _, n in self.axes)
         if size != self.world:
             raise PlanError(f"plan: axes {dict(self.axes)} have {size} processes, world says {self.world}")
@@ -210,9 +213,9 @@ class Plan:
                 )
             if group.ranks and self.shard_size != self.world:
                 raise PlanError(f"plan: group {group.name!r} names ranks; legal only where all processes shard")
-            if any(not 0 <= r < self.shard_size for r in group.ranks) or len({*group.ranks}) < len(group.ranks):
+            if any(not 0 <= r < self.shard_size for r in group.ranks) or list(group.ranks) != sorted({*group.ranks}):
                 raise PlanError(
-                    f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}, each once"
+                    f"plan: group {group.name!r} lies on ranks {group.ranks}; legal: 0 to {self.shard_size - 1}, each once, in this order"
                 )
 
     def _check_node(self) -> None:

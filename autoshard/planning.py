@@ -21,11 +21,12 @@ from autoshard.optim import Adafactor
 from autoshard.passes.base import Pass
 from autoshard.passes.choose_unshard import dropped
 from autoshard.passes.choose_zero import Circumstances, make_plan, predict
+from autoshard.passes.group_parameters import can_lie_in_rows
 from autoshard.passes.registry import pipeline_for
 from autoshard.plan import Plan
 from autoshard.rehearsal import Known
 from autoshard.runtime.fused_step import unfusable
-from autoshard.runtime.optimizers import states_of
+from autoshard.runtime.optimizers import check_steps_on_shards, first_unable, states_of
 from autoshard.skipped import refuse_recurrent, refuse_sparse
 from autoshard.units import parse_bytes
 
@@ -46,16 +47,21 @@ def plan(
     cluster: None: the one of config.cluster; where that says none either, one process on CPUs as they were measured here.
     optimizer: makes the optimizer, or several, from a list of parameters, or names those that are made; None: as config.optimizer says.
     Raises BudgetError if nothing fits, ConfigError if the mesh does not or the budget is a share of what is not known, ClusterError
-    if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes.
+    if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes,
+    UnsupportedError of what a job refuses.
     """
     config, cluster = asked_for(config, cluster)
-    where = circumstances(config, cluster, states_kept(model, optimizer))
+    steppers = optimizers_of(model, optimizer)
+    where = circumstances(config, cluster, steppers)
     forecast = forecaster(model, example_inputs, config, cluster, optimizer)
     inventory = forecast.captured.inventory
     pinned = pinned_plan(config, inventory, cluster.world)
     if pinned is not None:
-        return forecast(predict(pinned, inventory, config, where))
-    return make_plan(inventory, config, where, forecast, forecast.fit, forecast.alike)
+        made = forecast(predict(pinned, inventory, config, where))
+    else:
+        made = make_plan(inventory, config, where, forecast, forecast.fit, forecast.alike)
+    check_can_step(made, steppers)
+    return made
 
 
 def asked_for(config: Config | None, cluster: Cluster | None) -> tuple[Config, Cluster]:
@@ -120,23 +126,30 @@ def as_they_will_step(make: Make, config: Config, cluster: Cluster) -> Make:
 def first_look(model: nn.Module, config: Config, cluster: Cluster, optimizer: Make | Existing | None = None) -> Plan:
     """What can be said before the model is traced: groups, stages and collectives, and the memory of parameters, gradients
     and optimizer, as if every parameter were used. Arguments and errors as of `plan`."""
-    return make_plan(take_inventory(model, ()), config, circumstances(config, cluster, states_kept(model, optimizer)))
+    return make_plan(take_inventory(model, ()), config, circumstances(config, cluster, optimizers_of(model, optimizer)))
 
 
-def circumstances(config: Config, cluster: Cluster, states: int | None = None) -> Circumstances:
-    """A cluster, the budget that the config says or a device leaves, and how many numbers an optimizer keeps for each parameter;
-    None: as many as the config's."""
-    return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None), states)
+def circumstances(config: Config, cluster: Cluster, optimizers: Sequence[Optimizer] | None = None) -> Circumstances:
+    """A cluster, the budget that the config says or a device leaves, and what these optimizers keep and can; None: as the config's."""
+    kept = None if optimizers is None else max(map(states_of, optimizers), default=0)
+    return Circumstances(cluster, budget_bytes(config, cluster.device.memory or None), kept, first_unable(optimizers or ()))
 
 
-def states_kept(model: nn.Module, optimizer: Make | Existing | None) -> int | None:
-    """How many numbers `optimizer`, or what it makes, keeps for each parameter of the model; None where none was given."""
+def check_can_step(plan: Plan, optimizers: Sequence[Optimizer] | None) -> None:
+    """A job refuses a plan that shards what its optimizers cannot step on."""
+    if plan.sharded:
+        for each in optimizers or ():
+            check_steps_on_shards(each)
+
+
+def optimizers_of(model: nn.Module, optimizer: Make | Existing | None) -> Sequence[Optimizer] | None:
+    """Those that exist, or as they are made for parameters like the model's; None where none was given."""
     if optimizer is None:
         return None
     if isinstance(optimizer, Existing):
-        return max(map(states_of, optimizer.optimizers), default=0)
+        return optimizer.optimizers
     shown = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()]
-    return max(map(states_of, made_by(optimizer, shown)), default=0) if shown else 0
+    return made_by(optimizer, shown) if shown else ()
 
 
 def pinned_plan(config: Config, inventory: Inventory, world: int) -> Plan | None:
@@ -159,8 +172,10 @@ def check_plan_fits(plan: Plan, inventory: Inventory, world: int) -> None:
             f"{'in no group' if missing else 'no parameter of it'}"
         )
     for p in inventory.parameters:
-        if not p.shape and plan.group_of[p.name].degrees.optimizer > 1:
-            raise PlanError(f"plan: {p.name!r} is a single number, which cannot be sharded; legal: a group with degrees of 1")
+        if plan.group_of[p.name].degrees.optimizer > 1 and not can_lie_in_rows(p):
+            raise PlanError(
+                f"plan: {p.name!r}, {p.dtype} of shape {p.shape}, cannot be sharded; legal: a group with degrees of 1"
+            )
     if plan.message and (pieces := sum(p.elements * p.itemsize for p in inventory.parameters) // plan.message) > MOST_MESSAGES:
         raise PlanError(f"plan: message: {plan.message} bytes make {pieces} messages of this model; legal: 0, or at most {MOST_MESSAGES} messages")
     for stack in plan.stacks:

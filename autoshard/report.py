@@ -207,11 +207,12 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
         return []
     if predicted.of_a_part:
         return [Text(f"The peak of the first graph is at {predicted.place}; what comes behind the graph break is not in it.")]
-    between = [bytes_text(round(predicted.peak_bytes * (1 + e))) for e in predicted.error or ()]
+    peaks = [round(predicted.peak_bytes * (1 + e)) for e in predicted.error or ()]
     never = "Never compared with a measurement on this kind of device."
-    reserved = [bytes_text(round((predicted.reserved or 0) * (1 + e))) for e in predicted.reserved_error or ()]
+    least = peaks[0] if peaks else 0  # nothing is reserved that is less than what is held
+    reserved = [bytes_text(max(least, round((predicted.reserved or 0) * (1 + e)))) for e in predicted.reserved_error or ()]
     more = [_sure("Reserved were", reserved, never)] if reserved else []
-    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), _sure("Measured peaks were", between, never), *more]
+    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), _sure("Measured peaks were", list(map(bytes_text, peaks)), never), *more]
 
 
 def _accumulating(plan: Plan) -> list[RenderableType]:

@@ -19,6 +19,7 @@ import sympy
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
+from torch.optim import Optimizer
 
 from autoshard import torch_internals
 from autoshard.capture import Capture
@@ -36,7 +37,15 @@ from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
 from autoshard.plan import Plan
-from autoshard.planning import asked_for, circumstances, forecaster_of, pinned_plan, states_kept, trace
+from autoshard.planning import (
+    asked_for,
+    check_can_step,
+    circumstances,
+    forecaster_of,
+    optimizers_of,
+    pinned_plan,
+    trace,
+)
 from autoshard.rehearsal import Known
 from autoshard.units import counted
 
@@ -171,10 +180,13 @@ def sweep(
     _check_clusters(clusters)
     captures = _captures(model, example_inputs, config, clusters)
     traced = {dtype: (captured, Known()) for dtype, captured in captures.items()}
-    states, device, open = states_kept(model, optimizer), clusters[0].device, next(iter(captures.values())).open
+    steppers, device, open = optimizers_of(model, optimizer), clusters[0].device, next(iter(captures.values())).open
+    ways = tuple(way for each in clusters for way in _ways_on(each, *traced[config.dtypes_on(each.world)[0]], config, optimizer, steppers))
+    for way in ways:
+        check_can_step(way.plan, steppers)
     return Sweep(
-        tuple(way for each in clusters for way in _ways_on(each, *traced[config.dtypes_on(each.world)[0]], config, optimizer, states)),
-        circumstances(config, clusters[0], states).budget,
+        ways,
+        circumstances(config, clusters[0]).budget,
         open,
         tuple(dict.fromkeys(held for each in captures.values() for held in each.open.conditions(each.tracing.guards()))),
         accuracy.memory_error(device, config.codegen),
@@ -185,10 +197,10 @@ def sweep(
 def _check_clusters(clusters: Sequence[Cluster]) -> None:
     if not clusters:
         raise SweepError("cluster: [] is not legal; legal: one or more")
-    worlds = Counter(cluster.world for cluster in clusters)
-    (world, times), *_ = worlds.most_common(1)
-    if times > 1:
-        raise SweepError(f"cluster: {times} of {counted(world, 'process', 'processes')} are not legal; legal: one of each number of them")
+    (world, _), *_ = Counter(cluster.world for cluster in clusters).most_common(1)
+    alike = [f"{cluster.nodes} x {cluster.per_node}" for cluster in clusters if cluster.world == world]
+    if len(alike) > 1:
+        raise SweepError(f"cluster: {' and '.join(alike)} are all {counted(world, 'process', 'processes')}; legal: one of each number of them")
     first, others = clusters[0].device, [cluster.device.name for cluster in clusters if cluster.device != clusters[0].device]
     if others:
         raise SweepError(f"cluster: {others[0]} beside {first.name} is not legal; legal: the same device in all of them")
@@ -206,10 +218,10 @@ def _captures(model: nn.Module, example_inputs: Any, config: Config, clusters: S
 
 
 def _ways_on(
-    cluster: Cluster, captured: Capture, known: Known, config: Config, optimizer: Make | Existing | None, states: int | None
+    cluster: Cluster, captured: Capture, known: Known, config: Config, optimizer: Make | Existing | None, steppers: Sequence[Optimizer] | None
 ) -> Iterator[Way]:
     forecast = forecaster_of(captured, config, cluster, optimizer, known)
-    plans = _plans(forecast, config, circumstances(config, cluster, states))
+    plans = _plans(forecast, config, circumstances(config, cluster, steppers))
     for i, plan in enumerate(plans, 1):
         doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")
         yield Way(plan, *forecast.costs(plan), forecast.unknown(plan))

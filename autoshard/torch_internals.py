@@ -29,6 +29,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,  # seen: 2.11, 2.13; None where Dynamo looks at no frame
+    reset_code,  # seen: 2.11, 2.13; forgets what Dynamo found out about a function's code
 )
 from torch._decomp import get_decompositions  # seen: 2.11, 2.13
 from torch._dynamo import trace_rules  # seen: 2.11, 2.13
@@ -78,6 +79,7 @@ __all__ = [
     "behind_a_break",
     "boxed",
     "code_when_called",
+    "compile_in_place",
     "compile_with_inductor",
     "compiled_calls",
     "decompositions_of",
@@ -115,6 +117,7 @@ __all__ = [
     "leave_what_is_saved",
     "lie_alike",
     "like_rows",
+    "look_again",
     "module_call",
     "module_path",
     "norm_of_each",
@@ -499,6 +502,19 @@ def takes_scaled_gradients(kind: type[torch.optim.Optimizer]) -> None:
 def recompile_limit() -> int:
     """How many graphs Dynamo compiles for one function; what comes after runs as plain Python."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def look_again() -> None:
+    """Has Dynamo look again at the forwards that run here as Python, from their next call on: what it gave up once, as where a forward
+    raises an error, it never looks at again. One that it compiled runs as code of its own, and stays. Seen: 2.11, 2.13."""
+    for frame in _frames():
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and any(_code_of(kind) is frame.f_code for kind in type(module).__mro__):
+            reset_code(frame.f_code)
+
+
+def _code_of(kind: type) -> Any:
+    return getattr(kind.__dict__.get("forward"), "__code__", None)
 
 
 def suppressed_errors() -> bool:
@@ -1029,6 +1045,19 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called. Seen: 2.11, 2.13."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compile_in_place(module: torch.nn.Module, backend: Callable[..., Any]) -> None:
+    """`module.compile()`, also of one whose forward is torch.nn's, into which Dynamo does not look where nothing is around it; what
+    torch.compile(module) puts around that it does not put here. Seen: 2.11, 2.13."""
+    module.compile(backend=backend)
+    if trace_rules.check(module.forward):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)
+
+        call.__wrapped__ = module  # type: ignore[attr-defined]  # as of what torch.compile(module) has around it
+        module._compiled_call_impl = torch.compile(call, backend=backend)
 
 
 def schema_of(operator: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +42,16 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
                 "register hooks after it, and zero_grad before it"
+            )
+
+
+def refuse_unsent(model: nn.Module) -> None:
+    """Buffers that are to become rank 0's, and cannot be sent as they lie."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise UnsupportedError(
+                f'buffer {name!r} is {buffer.layout}, which rank 0 cannot send; legal: Config(buffers="local"), where each process makes it '
+                "alike, or a dense one"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autoshard.errors import AutoshardError, DisagreementError
+from autoshard.errors import AutoshardError, DisagreementError, PeerLostError
 from autoshard.runtime import processes, waiting
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.presence import Patience
 from autoshard.runtime.waiting import named, wait_until
+from tests.small import what_is_said
 
 MANY = {f"layers.{i}.weight": [[i, 16], "torch.float32", True] for i in range(5000)}
 
@@ -149,6 +151,35 @@ def test_an_error_of_rank_0_is_raised_by_all() -> None:
     said = together(stores, lambda rank: agreement(stores[rank], rank, 5).reach({}, decide))
     assert [str(error) for error in said] == ["no"] * 5
     assert stores[0].names() == {*map(str, range(5)), "verdict", "awaited", "heard"}
+
+
+def test_an_error_of_a_user_s_kind_is_named_by_all() -> None:
+    stores = connections(3)
+
+    def decide(said: list[Statement]) -> str:
+        raise MemoryError("no room")
+
+    first, *others = together(stores, lambda rank: what_is_said(agreement(stores[rank], rank, 3).reach, {}, decide))
+    assert first == "MemoryError: no room"
+    assert others == ["AutoshardError: rank 0 failed at the test: MemoryError: no room"] * 2
+
+
+class Stopped(Counting):
+    """Whose host answers no question."""
+
+    over = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.over.wait()
+
+
+def test_a_store_that_gives_no_answer_is_named() -> None:
+    store = Stopped(dist.HashStore())
+    try:
+        with pytest.raises(PeerLostError, match=r"hosts the job's store \(rank 0, most often\) gave no answer for 0.1 s: it is stopped"):
+            agreement(store, 1, 2, timeout=0.1).reach({}, lambda _: "")
+    finally:
+        Stopped.over.set()
 
 
 def test_each_process_takes_its_own_statement_out_of_the_store() -> None:

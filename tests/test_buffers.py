@@ -87,6 +87,35 @@ class Counting(nn.Module):
         return (self.linear(x) * self.table.float().sum()).pow(2).mean()
 
 
+class Coded(nn.Module):
+    """A table of a dtype that not every transport takes, which is no buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.table = nn.Parameter(torch.full((8, 8), 7.0 + rank).to(dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x @ self.table.float()).pow(2).mean()
+
+
+def coded(dtype: torch.dtype, zero: int) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = Coded(dtype)
+    compiled = torch.compile(model, backend=autoshard.backend(config(zero)))
+    loss = compiled(torch.ones(2, 8))
+    loss.backward()
+    return float(autoshard.state_dict(model, keep=True)["table"].float().mean()), float(loss.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
+def test_frozen_parameters_of_any_dtype_are_rank_0_s(two: Cluster, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    expected = 7.0, pytest.approx(float(Coded(dtype)(torch.ones(2, 8)).detach()), rel=1e-5)
+    assert two.run(coded, dtype, 3) == [expected] * 2
+
+
 def counted(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     torch.manual_seed(0)
     model = Counting(dtype)

@@ -63,6 +63,12 @@ def warning():
 def with_adafactor():
     return Net(), torch.zeros(2, 4096), lambda ps: torch.optim.Adafactor(ps)
 
+def with_muon():
+    return Net(), torch.zeros(2, 4096), lambda ps: [torch.optim.Muon([p for p in ps if p.dim() == 2]), torch.optim.SGD([p for p in ps if p.dim() < 2])]
+
+def of_numbers():
+    return Net(), torch.zeros(2, 4096), [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
 class Asking(torch.optim.SGD):
     def step(self, closure=None):
         assert self.param_groups[0]["params"][0].sum().item() != 0.5
@@ -238,6 +244,22 @@ def test_dtypes_of_parameters_are_said(model: str, capsys: pytest.CaptureFixture
         assert "- precision: one process trains in the dtypes of its model" in capsys.readouterr().out
 
 
+def test_what_cannot_step_on_rows_has_a_plan_without_them(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:with_muon", "--nproc-per-node", "2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "plain data parallel" in out and "optimizer Muon cannot step on rows, so every process has all of them" in out
+    assert main(["plan", f"{model}:with_muon", "--nproc-per-node", "2", "--memory-budget", "500MiB"]) == 2
+    assert "Cheapest fix: another optimizer than Muon, with which rows can be sharded, or" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_file_may_have_the_name_of_a_standard_module(model: str) -> None:
+    json_py = Path(model).with_name("json.py")
+    json_py.write_text(Path(model).read_text())
+    before = sys.modules["json"]
+    assert main(["plan", str(json_py)]) == 0
+    assert sys.modules["json"] is before
+
+
 def test_json_is_a_plan_that_can_be_pinned(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--nproc-per-node", "4", "--json"]) == 0
     text = capsys.readouterr().out
@@ -276,6 +298,8 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["{model}:stepped"], "returned no optimizer factory but SGD; legal: a callable, such as lambda"),
         (["{model}:with_no_optimizers"], "the optimizer factory returned int; legal: a torch optimizer, or a list of several"),
         (["{model}:fails"], "failed: KeyError: 'hello'"),
+        (["{model}:of_numbers"], 'on meta tensors; legal: with torch.device("cpu"): around what needs values'),
+        (["{model}:with_muon", "--nproc-per-node", "2", "--zero", "3"], "optimizer Muon cannot step on sharded parameters; legal: those of"),
         (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
         (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),
         (["{model}:misfit"], "cannot be called with these example inputs"),
@@ -291,7 +315,7 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["{model}", "--mesh", "shard=3"], "makes 3 processes; the job has 1"),
         (["{model}", "--memory-budget", "0.5GiB", "--nproc-per-node", "2", "--zero", "0"], "short: at best"),
         (["{model}", "--memory-budget", "100MiB"], "Cheapest fix: more than one process"),
-        (["{model}", "--memory-budget", "1KiB"], "Cheapest fix: a smaller batch, or a budget of"),
+        (["{model}", "--memory-budget", "1KiB"], "Cheapest fix: a budget of"),
         (["{model}", "--memory-budget", "0.5", "--device", "cpu"], "memory_budget: 0.5 is a share of memory that is not known"),
         (["{model}", "--disable-passes", "name_parameters"], "requires names"),
         (["--plan", "nowhere.json"], "plan: 'nowhere.json' cannot be read"),
@@ -354,7 +378,9 @@ def test_a_sweep_of_several_numbers_of_machines(model: str, capsys: pytest.Captu
     assert "1 x 2, 2 x 2 h100" in out and "2 processes, the batch" in out and "4 processes, the batch" in out
     assert max(map(len, out.splitlines()[2:])) <= 80
     assert main(["sweep", model, "--nnodes", "1,2", "--nproc-per-node", "2,4", *options]) == 2
-    assert "cluster: 2 of 4 processes are not legal; legal: one of each number of them" in " ".join(capsys.readouterr().err.split())
+    assert "cluster: 1 x 4 and 2 x 2 are all 4 processes; legal: one of each number of them" in " ".join(capsys.readouterr().err.split())
+    assert main(["sweep", f"{model}:with_muon", "--nproc-per-node", "2", "--zero", "1", *options]) == 2
+    assert "optimizer Muon cannot step on sharded parameters" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_sweep_of_what_is_not_open_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:

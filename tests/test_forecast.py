@@ -24,6 +24,7 @@ from autoshard.cost_model.work import flops_of, work_of
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.plan import Plan
+from autoshard.prediction import Prediction
 from autoshard.report import plan_tables, rendered
 from tests.peaks import above_held, grown_in_a_step
 from tests.small import in_full
@@ -262,6 +263,13 @@ def test_how_far_reserved_bytes_were_off_is_said_of_devices_that_were_compared()
         predicted = _plan(Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES[name]), "eager"), 0).predicted
         assert (predicted.reserved is not None) == (name != "cpu") and (predicted.reserved_error is not None) == said
         assert ("Reserved were between" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
+
+
+def test_nothing_reserved_is_less_than_what_is_held() -> None:
+    """Though the bands are of comparisons apart."""
+    predicted = Prediction({"parameters": 100 * 2**20}, place="mm", error=(-0.01, 0.0), reserved=102 * 2**20, reserved_error=(-0.2, 0.1))
+    text = " ".join(rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted))).split())
+    assert "peaks were between 99.00 MiB and 100.00 MiB" in text and "Reserved were between 99.00 MiB and 112.20 MiB" in text
 
 
 def test_what_was_forecast_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,24 @@ def test_fusion_stays_within_compiled_graphs_and_keeps_what_a_collective_reads()
     assert fused.pieces[sent].last == 5
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_what_writes_into_its_first_input_lies_over_it(over: bool) -> None:
+    """As an embedding's gradient does over zeros; not over another of its size."""
+    graph, aten = Graph(), torch.ops.aten
+    zeros, put = graph.call_function(aten.mm.default, ()), graph.call_function(aten._unsafe_masked_index_put_accumulate.default, ())
+    program = Program()
+    first, second, made = (program.add(8, "temporaries", i, i) for i in range(3))
+    program.pieces[first].last = program.pieces[second].last = 2
+    reads = (first, second) if over else (second, first)
+    program.operations = [
+        Operation(zeros, "forward", (), (first,), code=0),
+        Operation(zeros, "forward", (), (second,), code=0),
+        Operation(put, "forward", reads, (made,), code=0),
+    ]
+    fused = fuse(program, channels_last=False)
+    assert (fused.pieces[first].last, fused.pieces[second].last) == ((1, 2) if over else (2, 1))
+
+
 def test_cheap_values_are_computed_where_they_are_read() -> None:
     graph = Graph()
     aten = torch.ops.aten

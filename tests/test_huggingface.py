@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import autoshard
@@ -25,7 +25,7 @@ from tests.cluster import Cluster
 from tests.launch import launch
 from tests.models import llama
 from tests.parity import Distance, whole
-from tests.small import TOLERANCE, Net, config, in_full, inputs_of, same
+from tests.small import TOLERANCE, Net, config, in_full, inputs_of, same, what_is_said
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -205,6 +205,53 @@ def _accelerate(folder: str, zero: int, **more: Any) -> Distance:
 def test_accelerate_is_as_with_ddp(two: Cluster, tmp_path: Path, zero: int) -> None:
     for distance in two.run(_accelerate, str(tmp_path), zero):
         assert distance.worst <= TOLERANCE, distance
+
+
+def _of_torch(zero: int) -> Distance:
+    """A model whose forward is torch.nn's, into which Dynamo does not look where it is compiled in place."""
+    models, distance = [], Distance()
+    for kind, said in ((accelerate.Accelerator, {}), (Accelerator, {"autoshard": config(zero)})):
+        _fresh_state()
+        accelerator = kind(cpu=True, **said)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
+        model, optimizer = accelerator.prepare(net, optimizer)
+        for x in inputs_of(3)[:, dist.get_rank()]:
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(net)
+    for theirs, ours in zip(*(model.parameters() for model in models)):
+        distance.see("parameter", whole(ours.detach()), theirs.detach())
+    return distance
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_accelerate_takes_a_model_of_torch_nn(two: Cluster, zero: int) -> None:
+    for distance in two.run(_of_torch, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
+def _reduced_late(zero: int) -> str:
+    _fresh_state()
+    accelerator = Accelerator(cpu=True, autoshard=config(zero))
+    model, optimizer = accelerator.prepare(Net(), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.ones(2, 8)))
+        loss = model(torch.ones(2, 8))
+
+    def reduce() -> None:
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss)
+
+    return what_is_said(reduce)
+
+
+@pytest.mark.parametrize("zero", [0, in_full(1), 3])
+def test_what_waits_is_not_reduced_by_a_late_word(two: Cluster, zero: int) -> None:
+    for said in two.run(_reduced_late, zero):
+        assert said.startswith("UnsupportedError: trigger_sync_in_backward: " if zero < 2 else "nothing"), said
 
 
 def _accelerate_nodes(folder: str, zero: int) -> Distance:

@@ -25,7 +25,7 @@ from autoshard.runtime.processes import World
 from autoshard.runtime.state import state_of
 from tests.cluster import Cluster
 from tests.parity import whole
-from tests.small import backward_beside, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import backward_beside, compiled_pair, config, in_full, inputs_of, step_each, what_is_said
 
 CALLS = [Call(training, collectives) for training in (True, False) for collectives in ("gather a", "gather b", "gather a\nreduce b")]
 
@@ -37,7 +37,7 @@ class Recording(Lockstep):
         super().__init__(Meetings(World(0, 1, "cpu"), "", Patience(0.0, None, print)))
         self.met = 0
 
-    def come(self, what: str) -> None:
+    def _meet(self, what: str) -> None:
         self.met += 1
 
     def go_on(self, calls: Sequence[Call]) -> int:
@@ -262,7 +262,23 @@ def test_a_step_that_one_process_leaves_out_is_told(two: Cluster, after: int) ->
     assert [kind for kind, _ in said] == ["error", "error"]
     names, texts = {name for _, (name, _, _) in said}, [text for _, (_, text, _) in said]
     assert names == {"DisagreementError"} | ({"PeerLostError"} if after > MOST else set()), said
-    assert any("no step since the one before" in text for text in texts), said
+    assert any("no step since the training call before" in text for text in texts), said
+
+
+def save_behind_it() -> None:
+    """What rank 0 has stepped and rank 1 has not."""
+    model, _, compiled = compiled_pair(config(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        compiled(inputs_of(1)[0, dist.get_rank()]).backward()
+        if step != 4 or dist.get_rank() == 0:
+            step_each(optimizer)
+    autoshard.state_dict(model)
+
+
+def test_a_checkpoint_of_two_steps_is_refused(two: Cluster) -> None:
+    for text in two.run(what_is_said, save_behind_it):
+        assert "'autoshard.state_dict, no step since the training call before' where rank 0 has 'autoshard.state_dict'" in text, text
 
 
 def steps(compiled: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:

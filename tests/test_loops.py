@@ -16,6 +16,7 @@ from tests.cluster import Cluster
 from tests.models import CASES
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
 from tests.small import (
+    ALONE,
     TOLERANCE,
     Encoder,
     Net,
@@ -26,6 +27,7 @@ from tests.small import (
     in_full,
     inputs_of,
     step_each,
+    what_is_said,
 )
 
 Models = list[Any]
@@ -278,6 +280,25 @@ def backward_twice(zero: int, late: bool) -> Distance:
 def test_a_graph_that_is_kept_is_right_again(two: Cluster, zero: int, late: bool) -> None:
     for distance in two.run(backward_twice, zero, late):
         assert distance.worst <= TOLERANCE, distance
+
+
+def written_between(how: str) -> str:
+    """Forward's rows are others by the time that backward gathers them again."""
+    model, plain, compiled = compiled_pair(config(3))
+    loss = compiled(ALONE[0])
+    if how == "loaded":
+        model.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
+    elif how == "in place":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+    return what_is_said(loss.backward)
+
+
+@pytest.mark.parametrize(("how", "said"), [("loaded", True), ("in place", True), ("not at all", False)])
+def test_a_parameter_that_is_written_before_its_backward_is_refused_as_torch_does(two: Cluster, how: str, said: bool) -> None:
+    for text in two.run(written_between, how):
+        assert ("RuntimeError: one of the variables needed for gradient computation has been modified by an inplace" in text) is said, text
 
 
 def cast_after(zero: int) -> tuple[Distance, set[torch.dtype]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from tests.cluster import Cluster
-from tests.parity import Distance, clipped_step, see_gradients, see_state, sgd
+from tests.parity import Distance, clipped_step, see_gradients, see_state, sgd, whole
 from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of, what_is_said
 
 
@@ -105,6 +106,37 @@ def test_a_checkpoint_that_breaks_is_refused_by_name(two: Cluster) -> None:
         assert "a graph break inside of torch.utils.checkpoint" in said
 
 
+class Strict(nn.Linear):
+    """With parameters of its own, so that the frame that raises is a sharded module's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 2:
+            raise ValueError("two dimensions, please")
+        return super().forward(x)
+
+
+def a_batch_that_forward_refuses(inside: bool) -> tuple[list[str], list[float], list[float]]:
+    """A loop that catches it, and goes on."""
+    torch._dynamo.reset()  # what is refused when nothing is compiled yet
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), Strict(8, 8)) if inside else Strict(8, 8)
+    plain = copy.deepcopy(model)
+    compiled, said = torch.compile(model, backend=autoshard.backend(config(3))), []
+    for shape in ((4, 8), (2, 4, 8), (4, 8), (2, 4, 8), (4, 8)):
+        said.append(what_is_said(lambda shape: compiled(torch.ones(shape)).sum().backward(), shape))
+        if len(shape) == 2:
+            plain(torch.ones(shape)).sum().backward()
+    grads, expected = ([p.grad for p in each.parameters()] for each in (model, plain))
+    return said, [float(whole(g).sum()) for g in grads], [float(whole(g).sum()) for g in expected]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_forward_raises_is_the_user_s_and_no_end(two: Cluster, inside: bool) -> None:
+    for said, grads, expected in two.run(a_batch_that_forward_refuses, inside):
+        assert said == ["nothing", *["ValueError: two dimensions, please", "nothing"] * 2]
+        assert grads == pytest.approx(expected, rel=1e-5)
+
+
 def inside_gathered() -> list[float]:
     """(compiled, as it was): on all processes, then on one alone."""
     model, plain, compiled = compiled_pair(config(3))
@@ -138,7 +170,7 @@ def write_inside(how: str) -> None:
 @pytest.mark.parametrize("how", ["in place", "data", "replaced"])
 def test_a_write_inside_gathered_is_refused(two: Cluster, how: str) -> None:
     for text in two.run(what_is_said, write_inside, how):
-        assert "['weight'] were written inside `gathered`" in text
+        assert "['up.weight'] were written inside `gathered`" in text
 
 
 def evaluate_alone_first() -> None:

@@ -187,7 +187,7 @@ def test_a_plan_must_fit_its_model() -> None:
     scale = Inventory("Net", (info("scale"),))
     sharded, whole = (Plan(4, (("shard", 4),), (ParameterGroup("a", ("scale",), Degrees(1, 1, n)),)) for n in (4, 1))
     check_plan_fits(whole, scale, 4)
-    with pytest.raises(PlanError, match="plan: 'scale' is a single number, which cannot be sharded; legal: a group with degrees of 1"):
+    with pytest.raises(PlanError, match=r"plan: 'scale', float32 of shape \(\), cannot be sharded; legal: a group with degrees of 1"):
         check_plan_fits(sharded, scale, 4)
 
 
@@ -405,8 +405,14 @@ def test_a_backend_takes_a_config_alone(said: tuple[Any, ...]) -> None:
         autoshard.backend(*said)
 
 
-@pytest.mark.parametrize("ranks", [(0, 0), (1, 2), (-1,)])
+@pytest.mark.parametrize("ranks", [(0, 0), (1, 2), (-1,), (1, 0)])
 def test_a_group_lies_on_ranks_that_are_there_and_on_each_once(ranks: tuple[int, ...]) -> None:
     group = ParameterGroup("layers.0", ("layers.0.up",), Degrees.of_stage(3, 2), ranks=ranks)
     with pytest.raises(PlanError, match="legal: 0 to 1, each once"):
         Plan(2, (("shard", 2),), (group,))
+
+
+@pytest.mark.parametrize("axes", [(("foo", 2),), (("replicate", 2), ("replicate", 1))])
+def test_axes_are_those_of_a_mesh(axes: tuple[tuple[str, int], ...]) -> None:
+    with pytest.raises(PlanError, match=r"axes: \['.*\] are not legal; legal: replicate, shard, each once at most"):
+        Plan(2, axes, ())

@@ -210,7 +210,14 @@ def penalty_on_gradients() -> None:
     (loss + gradient.full_tensor().pow(2).sum()).backward()  # type: ignore[attr-defined]
 
 
+def a_sparse_buffer() -> None:
+    model = Net()
+    model.register_buffer("adjacent", torch.eye(4).to_sparse())
+    _call(model)
+
+
 CASES: dict[Callable[[], None], str] = {
+    a_sparse_buffer: "buffer 'adjacent' is torch.sparse_coo, which rank 0 cannot send; legal: Config(buffers=\"local\")",
     distributed_already: "parameter 'up.weight' is a DTensor already",
     sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",
     sharded_by_the_first_fsdp: "module 'itself' is wrapped by FullyShardedDataParallel; autoshard takes the plain module",

@@ -143,6 +143,12 @@ def test_a_state_that_one_process_alone_loaded_is_named(two: Cluster, zero: int)
         assert "before step 8, the count of steps of group 0 of AdamW is 4.0 on rank 1 and 7.0 on rank 0" in text, text
 
 
+def test_an_option_that_one_process_lacks_is_not_there() -> None:
+    said = [{"_kind": "", "_seen": [], "_options": options} for options in ({"lr of group 0 of SGD": 0.1}, {})]
+    with pytest.raises(DivergenceError, match="lr of group 0 of SGD is not there on rank 1 and 0.1 on rank 0"):
+        Replicas(Meetings(World(0, 1, "cpu"), "", Patience(0.0, None, print)), "")._compare(said)
+
+
 def test_options_are_alike_but_for_rounding() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
     optimizer.param_groups[0]["weight_decay"] = math.nan

@@ -30,6 +30,8 @@ RACKS = {"replicate": 4, "shard": 2}
         (8, {"mesh": RACKS}, 10, 0, "more than 8 processes, with no mesh, or one that shards over more processes, or a budget of"),
         (8, {"replicate_below": 10**8}, 30, 0, 'replicate_below="auto", or a budget of'),
         (8, {"replicate_below": 10**8, "zero": 0}, 30, 0, 'zero="auto" or zero=3 and replicate_below="auto", or a budget of'),
+        (8, {}, 10, 2**10, "more than 8 processes, or a budget of"),
+        (8, {}, 1, 2**20, "a budget of .* MiB, of which buckets take"),
         (8, {"recompute": "none"}, 30, 2**30, 'recompute="auto", or a budget of'),
         (8, {"recompute": "none"}, 10, 2**30, "a smaller batch, or a budget of 1.* GiB, of which activations take 1.00 GiB"),
     ],

@@ -174,6 +174,39 @@ def test_the_whole_state_is_on_rank_0_under_original_names(two: Cluster) -> None
     assert two.run(whole_state) == [(NAMES, True), ([], True)]
 
 
+class Tied(nn.Module):
+    """Whose state has more than parameters and buffers, as modules do that count their versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.down.weight = self.up.weight
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "version"] = torch.tensor(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def whole_state_of_more(zero: int) -> tuple[list[str], bool, bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Tied())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].compile(backend=autoshard.backend(config(zero)))
+    model(torch.ones(2, 8)).sum().backward()
+    found = autoshard.state_dict(model, keep=True)
+    tied = found["0.up.weight"].data_ptr() == found["0.down.weight"].data_ptr()
+    return list(found), all(torch.equal(found[name], value) for name, value in before.items()), tied
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_whole_state_has_what_a_module_puts_there_and_what_is_tied_once(two: Cluster, zero: int) -> None:
+    for names, equal, tied in two.run(whole_state_of_more, zero):
+        assert names == ["0.version", "0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias"] and equal and tied
+
+
 def kept_by(rank: int | None) -> list[int]:
     """How many tensors this process has of a model and of its optimizer, those of the model as they were and of nobody else."""
     model, plain, compiled = compiled_pair(config(3, replicate_below=20))
@@ -237,7 +270,7 @@ def load_alone(part: str) -> None:
 def test_a_load_by_one_process_is_refused_by_name(two: Cluster, part: str) -> None:
     for said in two.run(what_is_said, load_alone, part):
         assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call"), said
-        assert "where rank 0 has \"load_state_dict, of 'up.weight' and what follows\"" in said
+        assert "where rank 0 has \"load_state_dict, of 'up.weight' and what follows, no step since the training call before\"" in said
 
 
 def a_copy() -> tuple[Distance, bool]:

@@ -378,7 +378,7 @@ def test_numbers_of_processes_have_a_table_each() -> None:
 def test_processes_that_were_not_asked_for_are_refused() -> None:
     with pytest.raises(SweepError, match="processes: 3 is not legal; legal: 2, as the sweep was made for"):
         _swept("conv", "eager").at(processes=[2, 3])
-    with pytest.raises(SweepError, match="cluster: 2 of 2 processes are not legal; legal: one of each number of them"):
+    with pytest.raises(SweepError, match="cluster: 1 x 2 and 1 x 2 are all 2 processes; legal: one of each number of them"):
         autoshard.sweep(Small(), _tokens(2, 16), None, _on(4, 2, 8, 2))
     with pytest.raises(SweepError, match=r"cluster: \[\] is not legal; legal: one or more"):
         autoshard.sweep(Small(), _tokens(2, 16), None, [])

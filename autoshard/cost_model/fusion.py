@@ -13,7 +13,7 @@ kernel wait for another.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,11 @@ from autoshard.cost_model.generated import fusible, reduces
 from autoshard.cost_model.grouping import Kernels
 from autoshard.cost_model.inlining import inline
 from autoshard.cost_model.program import ALL_REDUCE, IN_PLACE, Operation, Piece, Program
+from autoshard.cost_model.work import op_name
+
+_WRITES_INTO = frozenset(
+    ["index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "scatter", "scatter_add", "scatter_reduce"]
+)
 
 
 def fuse(program: Program, channels_last: bool) -> Program:
@@ -130,19 +135,24 @@ def _last_of_forward(program: Program) -> int:
 
 
 def _in_place(out: Program) -> None:
-    """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier. An all-reduce is
-    in place, or a kernel that copies, and then changes the copy."""
+    """Gives a kernel's result the memory of an input that dies in it: the input's life ends one operation earlier."""
     for at, operation in enumerate(out.operations):
-        generated = operation.code is not None and (fusible(operation) or operation.name == ALL_REDUCE)
-        if not generated and operation.name != IN_PLACE:
-            continue
         dying = [p for p in operation.reads if _dies(out.pieces[p], at)]
         for made in operation.makes:
-            over = operation.over.get(made, operation.reads)
+            over = _could_lie_over(operation, made)
             fitting = [p for p in dying if p in over and out.pieces[p].bytes == out.pieces[made].bytes]
             if fitting:
                 dying.remove(fitting[0])
                 out.pieces[fitting[0]].last = at - 1
+
+
+def _could_lie_over(operation: Operation, made: int) -> Sequence[int]:
+    """The inputs whose memory a result could take. An all-reduce is in place, or a kernel that copies, and then changes the copy; so is
+    what writes to some places of its first input."""
+    if operation.name != IN_PLACE and not (operation.code is not None and (fusible(operation) or operation.name == ALL_REDUCE)):
+        written = operation.code is not None and op_name(operation.node) in _WRITES_INTO
+        return operation.reads[:1] if written else ()
+    return operation.over.get(made, operation.reads)
 
 
 def _copy_to_channels_last(out: Program) -> None:

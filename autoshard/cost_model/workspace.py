@@ -2,8 +2,8 @@
 
 oneDNN, which torch runs convolutions with on CPUs, works on blocked layouts: what it is given is copied into them, and what
 it gives out of them, unless the kernel is of one element. An input of few channels is taken as it is. Channels-last
-tensors it takes too; only the weight's gradient is copied out. Gradients of strided, grouped or few channels are padded in
-ways that are not told here. Seen on torch 2.13; `tests/test_workspace.py` measures it.
+tensors it takes too; only the weight's gradient is copied out. Gradients of grouped or few channels, and weights of patches, are padded
+in ways that are not told here. Seen on torch 2.13; `tests/test_workspace.py` measures it.
 
 cuDNN's kernels for tensor cores, which torch takes on GPUs for half precision and, as TF32, for fp32, take channels-last tensors alone:
 others are copied, for its whole call. The weight's gradient is a sum of partial ones besides. Seen on an H100, torch 2.11.
@@ -104,6 +104,7 @@ def _convolution(node: Node, given: list[Any], backward: bool, channels_last: bo
     if not backward:
         return larger(blocked + w, bytes_of(node.meta["val"]))
     dy, dx, dw = bytes_of(given[0]), bytes_of(x) if wanted[0] else 0, w if wanted[1] else 0
-    of_input = larger(dy + w + dx, 2 * dx) if wanted[0] else 0  # it comes first, and is there when the weight's is made
+    strided = any(size > 1 for size in stride) and weight.shape[1] == x.shape[1]  # as measured; those of groups take less
+    of_input = larger(dy + w + dx, (3 if strided else 2) * dx) if wanted[0] else 0  # it comes first, and is there when the weight's is made
     of_weight = dx + larger(blocked + dy + dw, 2 * dw) if wanted[1] else 0
     return larger(of_input, of_weight) - dx - dw

@@ -40,11 +40,13 @@ Look = Callable[[Plan, int | None], Plan]
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where a plan will run. budget: bytes a process may use for state; None: no limit is known."""
+    """Where a plan will run. budget: bytes a process may use for state; None: no limit is known. unable: an optimizer that cannot step
+    on rows, by name; "": all can."""
 
     cluster: Cluster
     budget: int | None
     optimizer_states: int | None = None
+    unable: str = ""
 
     def states(self, config: Config) -> int:
         """Numbers an optimizer keeps for each parameter: of the one that was seen, or else the one assumed."""
@@ -94,17 +96,18 @@ def at_stages(inventory: Inventory, config: Config, where: Circumstances) -> lis
     """The plan of each stage that the config admits, with what is known before a forecast. ConfigError if the mesh does not
     fit."""
     stacks = choose_stacks(inventory)
-    return [_at_stage(inventory, config, where, axes, stacks, stage) for axes, stage in _points(config, where.cluster)]
+    return [_at_stage(inventory, config, where, axes, stacks, stage) for axes, stage in _points(config, where)]
 
 
-def _points(config: Config, cluster: Cluster) -> list[tuple[Axes, int]]:
+def _points(config: Config, where: Circumstances) -> list[tuple[Axes, int]]:
     """Meshes and stages that the config admits. Where it leaves both open, rows are shared by all processes, or by those of each
     node: then only sums of gradients go between nodes, while each node holds all of the rows."""
+    cluster = where.cluster
     axes = config.mesh_axes() or (("shard", cluster.world),)
     _check_axes(axes, cluster.world)
     if config.zero != "auto":
         return [(axes, config.zero)]
-    if cluster.world == 1 or config.compression == POWERSGD:
+    if cluster.world == 1 or config.compression == POWERSGD or where.unable:
         return [(axes, 0)]
     points = [(axes, stage) for stage in range(4)]
     if cluster.nodes > 1 and cluster.per_node > 1 and config.mesh is None and config.hierarchy == "auto":
@@ -113,9 +116,9 @@ def _points(config: Config, cluster: Cluster) -> list[tuple[Axes, int]]:
     return points
 
 
-def _names(config: Config, cluster: Cluster) -> list[str]:
+def _names(config: Config, where: Circumstances) -> list[str]:
     """Of the plans of `at_stages`."""
-    points = _points(config, cluster)
+    points = _points(config, where)
     return [f"ZeRO-{stage}" + (" in each node" if axes != points[0][0] else "") for axes, stage in points]
 
 
@@ -160,8 +163,9 @@ def _choose(
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     simulated = len(fitting) > 1 and plans[chosen].predicted.step_seconds is not None
     least = "the least time of those that were simulated and fit" if simulated else "the least time on the wire of those that fit"
-    names = _names(config, where.cluster)
+    names = _names(config, where)
     said = [_reason(name, p, least if i == chosen else "", where.budget) for i, (name, p) in enumerate(zip(names, plans))]
+    said += [f"optimizer {where.unable} cannot step on rows, so every process has all of them"] if where.unable and where.cluster.world > 1 else []
     return plans[chosen].because(*said), [plans[which].because(*said) for which in fitting]
 
 
@@ -241,7 +245,7 @@ def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, w
         f"memory_budget: {bytes_text(where.budget)} a process is {bytes_text(short)} ({short} bytes) short: at best, "
         f"ZeRO-{least.stage} on {counted(least.world, 'process', 'processes')}"
         f"{_with(least)}, a step takes {bytes_text(least.predicted.footprint)}{place}. "
-        f"Cheapest fix: {cheapest_fix(least, leanest, inventory, config, where.budget)}"
+        f"Cheapest fix: {cheapest_fix(least, leanest, inventory, config, where.budget, where.unable)}"
     )
 
 

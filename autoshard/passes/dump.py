@@ -56,20 +56,27 @@ class Dump:
         if self.folder is None:
             return
         stem = f"{next(self._numbers):02d}_{name}_{phase}"
-        (self.folder / f"{stem}_before.py").write_text(before)
-        (self.folder / f"{stem}_after.py").write_text(after)
-        with (self.folder / "passes.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self._put(f"{stem}_before.py", before)
+        self._put(f"{stem}_after.py", after)
+        self._put("passes.jsonl", json.dumps(record) + "\n", "a")
 
     def sources(self, gm: GraphModule) -> None:
         """The kernels that were generated for calls of this graph, each a file."""
         if self.folder is not None:
             for node in gm.graph.nodes:
                 if "source" in node.meta:
-                    (self.folder / f"{node.meta['source'][0]}.py").write_text(node.meta["source"][1])
+                    self._put(f"{node.meta['source'][0]}.py", node.meta["source"][1])
 
     def note(self, name: str, text: str) -> None:
         """A text beside the graphs: the plan, the versions, the pipeline."""
         emit_artifact(f"autoshard_{name}", lambda: text)
         if self.folder is not None:
-            (self.folder / name).write_text(text)
+            self._put(name, text)
+
+    def _put(self, name: str, text: str, mode: str = "w") -> None:
+        assert self.folder is not None
+        try:
+            with (self.folder / name).open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(f"dump_dir: {str(self.folder / name)!r} cannot be written ({error.strerror}); legal: a folder with room") from error

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 
+import torch
+
 from autoshard.inventory import Inventory, ParameterInfo
+from autoshard.ops import wire
 from autoshard.passes.choose_blocks import block_of
 
 WHOLE = "replicated"
@@ -18,7 +21,7 @@ def group_parameters(
     """(name, parameters, may be sharded) in the order of first use. stacks: see [Note: Stacks].
 
     Parameters of one block form a group even if others come between; those of no block form a group with
-    their neighbours. What is too small or cannot be cut (no rows) is one group of whole parameters, whose uses are
+    their neighbours. What is too small or cannot be cut (no rows, a dtype that not every transport takes) is one group of whole parameters, whose uses are
     spread: it has no gather, and its one reduction is complete when backward comes to what forward used first of it.
     """
     cut = [p for p in inventory.parameters if _can_cut(p, replicate_below)]
@@ -30,7 +33,12 @@ def group_parameters(
 
 
 def _can_cut(p: ParameterInfo, replicate_below: int) -> bool:
-    return p.elements > 0 and len(p.shape) > 0 and p.elements >= replicate_below
+    return p.elements >= max(replicate_below, 1) and can_lie_in_rows(p)
+
+
+def can_lie_in_rows(p: ParameterInfo) -> bool:
+    """Whether its rows can lie on several processes, and be gathered by any transport."""
+    return len(p.shape) > 0 and getattr(torch, p.dtype) in wire.TAKEN
 
 
 def _by_block(parameters: Iterable[ParameterInfo], stacks: Collection[str]) -> dict[str, list[ParameterInfo]]:

@@ -24,11 +24,14 @@ def leaving_more_open(config: Config) -> Config:
     return replace(changed, replicate_below="auto") if _keeps_whole(config) else changed
 
 
-def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Config, budget: int) -> str:
-    """In words, of the plan that takes the least. leanest: of those without a forecast that `leaving_more_open` admits."""
+def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Config, budget: int, unable: str = "") -> str:
+    """In words, of the plan that takes the least. leanest: of those without a forecast that `leaving_more_open` admits. unable: as of
+    `Circumstances`."""
     memory, enough = least.predicted.memory, f"a budget of {enough_text(least.predicted.footprint)}"
     if least.low_rank:
         return f"another compression, with which rows can be sharded, or {enough}"
+    if unable:
+        return f"another optimizer than {unable}, with which rows can be sharded, or {enough}"
     divided, others = _divided(least, leanest)
     largest = max((c for c in memory if c not in _shared(least)), key=lambda c: memory[c], default="activations")
     again = config.recompute in ("none", "selective") and bool(blocks_of(least.group_of, least.stacks))
@@ -42,8 +45,9 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     if others < budget:
         more = "more than one process" if least.world == 1 else f"more than {least.world} processes"
         return f"{more}{in_the_way and ', with ' + in_the_way}, or {enough}"
-    smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") else ""
-    return f"{smaller}{enough}, of which {largest} take {bytes_text(memory.get(largest, 0))}"
+    taken, short = memory.get(largest, 0), least.predicted.footprint - budget
+    smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") and 2 * taken > short else ""
+    return f"{smaller}{enough}, of which {largest} take {bytes_text(taken)}"
 
 
 def _divided(least: Plan, leanest: Plan) -> tuple[int, int]:

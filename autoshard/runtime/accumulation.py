@@ -54,6 +54,15 @@ class Accumulation:
             if before != "hold":
                 self._arrange_flush()
 
+    @contextmanager
+    def as_gathered(self) -> Iterator[None]:
+        """Inside parameters are whole."""
+        self.gathered = True
+        try:
+            yield
+        finally:
+            self.gathered = False
+
     def waiting(self) -> list[nn.Parameter]:
         """Those whose gradients were held and have not been taken by a forward outside."""
         return [holder.parameter for holder in self.holders if holder.waiting]  # all are asked, since each may have been discarded

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from autoshard import errors
 from autoshard.errors import AutoshardError, DisagreementError
 from autoshard.runtime.presence import Patience, Ranks
-from autoshard.runtime.waiting import missing, naming_lost_store, wait_until
+from autoshard.runtime.waiting import Answering, missing, naming_lost_store, wait_until
 
 HEARD_SECONDS = 1.0  # which a process that hears of an error has to say so
 Statement = dict[str, Any]
@@ -68,7 +68,7 @@ class Agreement:
         verdict: dict[str, Any] = self._get("verdict")
         if "error" in verdict:
             self._said.add("heard", 1)
-            raise getattr(errors, verdict["kind"], AutoshardError)(verdict["error"])
+            raise _error_of(verdict["kind"], verdict["error"], self.what)
         return verdict
 
     def _lead(self, own: Statement, decide: Callable[[list[Statement]], str]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Agreement:
     @cached_property
     def _said(self) -> Any:
         """What this agreement keeps in the store."""
-        return dist.PrefixStore(f"autoshard/{self.topic}", self.store)  # type: ignore[attr-defined]
+        return Answering(dist.PrefixStore(f"autoshard/{self.topic}", self.store), self.patience.timeout)  # type: ignore[attr-defined]
 
     def _missing(self) -> list[int]:
         """Those who left no statement; rank 0 if all did. It is left for the others, too."""
@@ -127,6 +127,12 @@ class Agreement:
 
     def _get(self, name: str) -> Any:
         return json.loads(zlib.decompress(self._said.get(name)))
+
+
+def _error_of(kind: str, said: str, what: str) -> Exception:
+    """That of rank 0, as every other process raises it."""
+    ours = getattr(errors, kind, None)
+    return ours(said) if ours is not None else AutoshardError(f"rank 0 failed at {what}: {kind}: {said}")
 
 
 def digest(value: Any) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autoshard import torch_internals
 from autoshard.ops.wire import sendable
 from autoshard.runtime.fingerprint import fingerprints
+from autoshard.runtime.lost_peers import naming_lost_peers
 
 COUNT = "num_batches_tracked"  # of batches, in torch.nn
 Place = tuple[str, nn.Module, str]  # a buffer's name, the module that has it, and as what
@@ -83,6 +84,7 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{path}.{name}" if path else name, module) for path, module, name in owned]
 
 
+@naming_lost_peers
 def take_rank_0_s(tensor: Tensor) -> None:
     """Puts rank 0's values into it. A transport sends what lies from the first element on, whatever lies between; so what has gaps or
     another order goes as a copy, and of what lies in one place under several indices that goes once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
+from autoshard.runtime.lost_peers import naming_lost_peers
 
 
 def local(value: Any) -> Any:
@@ -27,12 +28,26 @@ def dtensor_of(part: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequen
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
+@naming_lost_peers
 def over_processes(part: Tensor, tensor: Tensor) -> Tensor:
     """The sum of what processes have found of their rows of `tensor`; where it is whole everywhere all have found the same."""
     if not isinstance(tensor, DTensor):
         return part
     lying = [Replicate() if placement.is_replicate() else Partial() for placement in tensor.placements]
     return DTensor.from_local(part, tensor.device_mesh, lying, run_check=False).full_tensor()
+
+
+def telling_rows(wholes: Iterable[Any]) -> Callable[[], None]:
+    """Tells the rows of the DTensors among these of what was written since now. Torch counts that by the DTensor, while a graph that
+    gathers again saves its rows, and would gather what they are by then."""
+    before = [(whole, torch_internals.times_written(whole)) for whole in wholes if isinstance(whole, DTensor)]
+
+    def tell() -> None:
+        written = [whole.to_local() for whole, times in before if torch_internals.times_written(whole) != times]
+        if written:
+            torch.autograd.graph.increment_version(written)
+
+    return tell
 
 
 def taking_rows(run: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:

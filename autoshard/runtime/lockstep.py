@@ -27,6 +27,7 @@ from autoshard.runtime.meetings import Meetings
 MOST = 8  # calls of one kind in a row, behind which one more is expected
 
 
+UNSTEPPED = ", no step since the training call before"
 BUFFER = "forward broadcast "  # begins the line of a buffer that becomes rank 0's before the call
 
 
@@ -49,7 +50,7 @@ class Call:
         first, last = (line.rpartition(" ")[-1] for line in (lines[0], lines[-1]))
         mode = "training" if self.training else "evaluation"
         skipped = " after a forward without backward" * self.skipped
-        stepped = "" if self.stepped else ", no step since the one before"
+        stepped = "" if self.stepped else UNSTEPPED
         code = hashlib.sha256(self.collectives.encode()).hexdigest()[:8]
         ordered = f" in order {self.order}" if self.order else ""
         written = [line.rpartition(" ")[-1] for line in lines if line.startswith(BUFFER)]
@@ -88,9 +89,9 @@ class Lockstep:
         self.stepped = self.stepped and not call.training
         self._before = before.then(call) if before else _Before(None, call)
         if before is None or before.last.training is not call.training:
-            self.come(call.described())
+            self._meet(call.described())
         elif self._foreseen(before) != call:
-            self.come(call.described())
+            self._meet(call.described())
             self._follows[before] = call
 
     def _foreseen(self, before: _Before) -> Call | None:
@@ -102,7 +103,11 @@ class Lockstep:
         return Lockstep(self._meetings.for_copy())
 
     def come(self, what: str) -> None:
-        """Meets the others before something that communicates. DisagreementError as above."""
+        """Meets the others before something else that communicates. DisagreementError as above, and where some have stepped since the
+        last training call and others have not: what is gathered now would be of before a step and of behind it."""
+        self._meet(what if self.stepped else what + UNSTEPPED)
+
+    def _meet(self, what: str) -> None:
         try:
             self._meetings.meet(f"{what}, of a sharded model", {"its call": what})
         except DisagreementError as error:

@@ -18,6 +18,7 @@ from autoshard.runtime import factored, fused_step
 from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.loaded import like_parameter
 from autoshard.runtime.local_step import ELEMENTWISE, can_step_locally
+from autoshard.runtime.lost_peers import naming_lost_peers
 
 # Seen on torch 2.11 and 2.13: Adafactor, Rprop and Adagrad raise inside DTensor, Muon skips DTensors without a word.
 _NOT_ON_DTENSORS = ("Adafactor", "Rprop", "Adagrad", "Muon", "LBFGS", "SparseAdam")
@@ -102,21 +103,29 @@ def _is_zero(rate: Any) -> bool:
 
 def check_steps_on_shards(optimizer: Optimizer, closure: bool = False) -> None:
     """Refuses by name what fails, or does nothing, on DTensors and cannot step on rows."""
-    if fused_step.steps_itself(optimizer):
-        return
-    if not closure and (can_step_locally(optimizer) or factored.can_take_over(optimizer)):
-        return
-    kind = type(optimizer).__name__
-    fused_sgd = kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups)
-    quantized = "8bit" in kind or "4bit" in kind or type(optimizer).__module__.startswith("bitsandbytes")
-    if kind in _NOT_ON_DTENSORS or fused_sgd or quantized:
-        what = "SGD(fused=True)" if fused_sgd else kind
+    if what := unable(optimizer, closure):
         itself = type(optimizer) in (*ELEMENTWISE, Adafactor)
         rows = ", or this one without hooks, closure or `differentiable`" if itself else ""
         raise UnsupportedError(
-            f"optimizer {what} cannot step on sharded parameters; legal: those of torch.optim that are elementwise "
-            f"({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}, or zero=0"
+            f"optimizer {what} cannot step on sharded parameters; legal: those of autoshard.optim (Adafactor is one), those of torch.optim "
+            f"that are elementwise ({', '.join(sorted(c.__name__ for c in ELEMENTWISE))}){rows}, or zero=0"
         )
+
+
+def unable(optimizer: Optimizer, closure: bool = False) -> str:
+    """What an optimizer is called that cannot step on rows; "" of one that can."""
+    if fused_step.steps_itself(optimizer) or (not closure and (can_step_locally(optimizer) or factored.can_take_over(optimizer))):
+        return ""
+    kind = type(optimizer).__name__
+    quantized = "8bit" in kind or "4bit" in kind or type(optimizer).__module__.startswith("bitsandbytes")
+    if kind == "SGD" and any(g.get("fused") for g in optimizer.param_groups):
+        return "SGD(fused=True)"
+    return kind if kind in _NOT_ON_DTENSORS or quantized else ""
+
+
+def first_unable(optimizers: Iterable[Optimizer]) -> str:
+    """The first of these that cannot step on rows, by name; "" where all can."""
+    return next(filter(None, map(unable, optimizers)), "")
 
 
 class Repointer:
@@ -141,6 +150,7 @@ class Repointer:
                 optimizer.state[new] = state
 
 
+@naming_lost_peers
 def _rank_0_s(key: str, value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
     """State of `old` on rank 0, lying as `new` does if it is of its size."""
     if not isinstance(value, Tensor):

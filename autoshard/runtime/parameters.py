@@ -14,12 +14,14 @@ Where a graph break leaves a frame to Python, Dynamo compiles what that frame ca
 such a frame, so the module becomes a graph of its own, with its gathers and reductions. If it is not compiled
 even so (a recompile limit was hit, or the module that torch.compile was given is called and not what it
 returned), `forward` refuses to run: on rows it would be wrong, and on whole parameters nothing would average
-their gradients. The functions of each subclass have code objects of their own, since Dynamo counts
+their gradients. What forward itself raises while Dynamo traces it has the same look: Dynamo leaves that frame to Python from then on,
+to raise it there. So `forward` finds out whether that is why, and Dynamo is made to look at it again. The functions of each subclass have code objects of their own, since Dynamo counts
 compilations by them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -30,13 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from autoshard import torch_internals
 from autoshard.errors import StaleParameterError, UnsupportedError
 from autoshard.ops import logical  # noqa: F401  (registers the logical ops)
 from autoshard.ops.unshard_parameter import unshard_parameter
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.holder import takes_part
 from autoshard.runtime.residue import RESIDUES
-from autoshard.torch_internals import WithStatistics
+from autoshard.torch_internals import FakeTensorMode, WithStatistics
 
 
 def _as_traced(
@@ -103,10 +106,10 @@ def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) 
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not accumulation.gathered:
-            _refuse_outside(self)
         if compute is not None and not accumulation.gathered:
             args, kwargs = tree_map(cast, (args, kwargs))
+        if not torch.compiler.is_compiling() and not accumulation.gathered:
+            _refuse_outside(self, args, kwargs, accumulation, compute)
         return inner(self, *args, **kwargs)
 
     return _with_own_code(forward)
@@ -118,16 +121,34 @@ def _with_own_code(function: Any) -> Any:
     return function
 
 
-def _refuse_outside(module: nn.Module) -> None:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_outside(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accumulation: Accumulation, compute: torch.dtype | None
+) -> None:
+    """See [Note: Forward outside of a graph]."""
     trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in module._parameters.values())
     if trained or any(isinstance(p, DTensor) for p in module._parameters.values()):
+        torch_internals.look_again()
+        with accumulation.as_gathered():
+            _raise_its_own(module, args, kwargs, compute)
         raise UnsupportedError(
             f"a {type(module).__name__} that autoshard {'trains' if trained else 'sharded'} was called outside of any "
             "compiled graph. Call what torch.compile returned, or compile in place with model.compile(backend=...); for "
             "generate or evaluation in eager enter `with autoshard.gathered(model):` on all processes. If Dynamo gave up "
-            "compiling it (at its recompile_limit, or at a graph break inside of torch.utils.checkpoint, all of which torch then runs "
-            "without Dynamo), see TORCH_LOGS=recompiles,graph_breaks"
+            "compiling it (at its recompile_limit, at torch.compiler.disable, or at a graph break inside of torch.utils.checkpoint, all of "
+            "which torch then runs without Dynamo), see TORCH_LOGS=recompiles,graph_breaks"
         )
+
+
+def _raise_its_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compute: torch.dtype | None) -> None:
+    """What forward itself raises of such arguments: found with tensors that have no values, so not what those may be the reason of."""
+
+    def whole(parameter: nn.Parameter) -> Tensor:
+        dtype = compute if compute is not None and parameter.is_floating_point() else parameter.dtype
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+    with contextlib.suppress(RuntimeError), FakeTensorMode(allow_non_fake_inputs=True):
+        torch.func.functional_call(module, {name: whole(p) for name, p in module.named_parameters()}, args, kwargs)
 
 
 def sharded_class(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError
 from autoshard.runtime import launched
-from autoshard.runtime.waiting import SHOWN, missing, named, wait_until
+from autoshard.runtime.waiting import SHOWN, Answering, missing, named, wait_until
 
 Ranks = Callable[[], list[int]]
 INTERVAL = 1.0  # seconds between signs
@@ -79,7 +79,7 @@ class Patience:
     def wait(self, store: Any, what: str, ready: Callable[[], bool], absent: Ranks, watched: Ranks) -> None:
         """Until `ready`. DisagreementError, naming the ranks that are `absent`, if those do not come to `what`, or if a
         `watched` one gives no sign of life in the store."""
-        watch = _Watch(store, self.arrival)
+        watch = _Watch(store, self.arrival, self.timeout)
 
         def late() -> None:
             ranks = absent()
@@ -107,20 +107,27 @@ class Patience:
             look,
             limit,
             lambda: self.warn("waiting for rank 0 at the job"),
-            lambda: DisagreementError(
-                f"rank 0 did not come to the job: for {limit:g} s nothing answered at {os.environ['MASTER_ADDR']}:"
-                f"{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT). If it only starts that late, Config(arrival=...) "
-                "gives it longer"
-            ),
+            lambda: _no_store(limit),
         )
         return found[0]
+
+
+def _no_store(seconds: float) -> DisagreementError:
+    """None was found for so long."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
+    if hosts():
+        return DisagreementError(f"for {seconds:g} s rank 0 could not listen at {place}: does another job, which took that port?")
+    return DisagreementError(
+        f"rank 0 did not come to the job: for {seconds:g} s nothing answered at {place}. If it only starts that late, Config(arrival=...) "
+        "gives it longer"
+    )
 
 
 class _Watch:
     """Who of the others gives signs, and when the last one was new."""
 
-    def __init__(self, store: Any, limit: float | None) -> None:
-        self._signs, self._limit, self._start = _signs(store), limit, time.monotonic()
+    def __init__(self, store: Any, limit: float | None, timeout: float) -> None:
+        self._signs, self._limit, self._start = Answering(_signs(store), timeout), limit, time.monotonic()
         self._heard: dict[int, tuple[str, float]] = {}
 
     def missed(self, ranks: Sequence[int], what: str) -> DisagreementError | None:

@@ -25,10 +25,11 @@ from autoshard.errors import ConfigError, UnsupportedError
 from autoshard.runtime import launched
 from autoshard.runtime.agreement import Agreement
 from autoshard.runtime.presence import Patience, job_store
-from autoshard.runtime.waiting import wait_until
+from autoshard.runtime.waiting import Answering, wait_until
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUIET_SECONDS = 0.2  # see [Note: Ending well]
+_END_SECONDS = 60.0  # at most, for which a process that is done waits for others
 
 
 @dataclass(frozen=True)
@@ -209,17 +210,20 @@ def _end() -> None:
     if not dist.is_initialized():
         time.sleep(_QUIET_SECONDS)
         return
+    store = Answering(job_store("autoshard/exit"), _END_SECONDS)
     if getattr(sys, "last_value", None) is not None:
+        with contextlib.suppress(RuntimeError):  # the host of the store may be what is gone
+            store.set("all", "")
         return
-    _wait_for_everyone(job_store("autoshard/exit"), dist.get_world_size())
+    _wait_for_everyone(store, dist.get_world_size())
     time.sleep(_QUIET_SECONDS)
     dist.destroy_process_group()
     time.sleep(_QUIET_SECONDS)
 
 
-def _wait_for_everyone(store: Any, size: int, seconds: float = 60.0) -> None:
+def _wait_for_everyone(store: Any, size: int, seconds: float = _END_SECONDS) -> None:
     """A barrier of `size` processes through the store, which one that is gone cannot hold up for longer than this. They are
-    counted, and the last one says so: if each looked for all, 1,000 would ask for a million keys at each look."""
+    counted, and the last one says so, or the first that failed: if each looked for all, 1,000 would ask for a million keys at each look."""
     with contextlib.suppress(RuntimeError, TimeoutError):  # the host of the store may be gone: that too is an end
         if store.add("done", 1) == size:
             store.set("all", "")

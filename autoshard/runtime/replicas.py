@@ -64,8 +64,9 @@ class Replicas:
     def _compare_options(self, rank: int, theirs: Options, ours: Options) -> None:
         for name in [*ours, *theirs]:
             if not _alike(theirs.get(name), ours.get(name)):
+                theirs_is, ours_is = (repr(options[name]) if name in options else "not there" for options in (theirs, ours))
                 raise DivergenceError(
-                    f"before step {self._steps}, {name} is {theirs.get(name)!r} on rank {rank} and {ours.get(name)!r} on rank 0, and "
+                    f"before step {self._steps}, {name} is {theirs_is} on rank {rank} and {ours_is} on rank 0, and "
                     "processes would silently drift apart. All of them must step alike; a schedule that looks at a loss must look at "
                     "its mean over all processes"
                 )

@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from autoshard.dtypes import dtype_or_own
 from autoshard.inventory import names_of
+from autoshard.ops import wire
 from autoshard.ops.layout import ACROSS, INSIDE, Layout, layout_of_parameter
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.buffers import take_rank_0_s
 from autoshard.runtime.dtensors import dtensor_of
 from autoshard.runtime.holder import Holder
+from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.parameters import retire, sharded_class
 from autoshard.runtime.processes import build_mesh, name_of_everyone
 from autoshard.runtime.residue import RESIDUES, Residue, forget
@@ -102,11 +104,15 @@ class Sharder:
         (axis,) = axes
         return self.mesh.get_group(axis).group_name
 
+    @naming_lost_peers
     def _place(self, parameter: nn.Parameter, group: ParameterGroup) -> nn.Parameter:
         if not self.plan.sharded:
             take_rank_0_s(parameter)
             return parameter
-        if group.ranks and group.degrees.optimizer > 1:
+        if parameter.dtype not in wire.TAKEN:  # whole, then, and sent by its bytes
+            take_rank_0_s(parameter)
+            local = distribute_tensor(parameter.data, self.mesh, self._placements(group), src_data_rank=None)
+        elif group.ranks and group.degrees.optimizer > 1:
             local = self._on_submesh(parameter, group.ranks)
         else:
             local = distribute_tensor(parameter.data, self.mesh, self._placements(group))
@@ -201,6 +207,7 @@ def _show_sharded(
     module.__class__ = sharded_class(cls, described, compute, accumulation, planned)
 
 
+@naming_lost_peers
 def full_value(parameter: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter, on every process. A collective."""
     if not isinstance(parameter, DTensor):

@@ -27,9 +27,10 @@ from autoshard.ops.early import Early
 from autoshard.plan import Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.buffers import Buffers
-from autoshard.runtime.dtensors import refuse_strange_rows
+from autoshard.runtime.dtensors import refuse_strange_rows, telling_rows
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import BUFFER, Call, Lockstep, before_backward
+from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import options_of
 from autoshard.runtime.processes import World
 from autoshard.runtime.replicas import Replicas
@@ -140,10 +141,13 @@ class ModelState:
             if changed:
                 everyones = state.buffers.take_rank_0_s(changed)
                 args = tuple(everyones.get(id(arg), arg) for arg in args)
+            rows = telling_rows(args[i] for i in positions)
             out = run(*args)
             if state._shares_buffers:
                 state.buffers.note()
             called(out)
+            if training and state.plan.sharded:
+                before_backward(out, rows)
             if state.accumulation.mode == "flush" and training:
                 state.accumulation.take(collectives.reduced(given))
             return out
@@ -277,6 +281,11 @@ def states_in(model: nn.Module) -> list[ModelState]:
     return list(dict.fromkeys(state for state in found if state is not None))
 
 
+def accumulations_in(model: nn.Module) -> list[Accumulation]:
+    """Those of a model and of what was compiled inside it; before a first call the model's, which will be that one's."""
+    return [state.accumulation for state in states_in(model)] or [Accumulation.of(model)]
+
+
 def _state_with(parameter: nn.Parameter) -> ModelState | None:
     return next((state for ref in _live if (state := ref()) is not None and id(parameter) in state.ids), None)
 
@@ -302,9 +311,8 @@ def _scatter_loaded(
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
             if state is not None:
                 state.come_to_load(state.ids[id(parameter)], missing)
-            state_dict[prefix + name] = distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements
-            )
+            distribute = naming_lost_peers(distribute_tensor)
+            state_dict[prefix + name] = distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def _marks_of(swapped: Sequence[Swapped]) -> list[tuple[int, ...]]:
@@ -330,19 +338,18 @@ def gathered(state: ModelState) -> Iterator[None]:
                 swapped.append((place.module._parameters, place.attribute, shard, full))
                 place.module._parameters[place.attribute] = full
     before = _marks_of(swapped)
-    state.accumulation.gathered = True
     try:
-        yield
+        with state.accumulation.as_gathered():
+            yield
     finally:
-        state.accumulation.gathered = False
-        replaced = [name for parameters, name, _, full in swapped if parameters.get(name) is not full]
+        replaced = [shard for parameters, name, shard, full in swapped if parameters.get(name) is not full]
         for parameters, name, shard, _ in swapped:
             parameters[name] = shard
     after = _marks_of(swapped)
-    written = [name for (_, name, *_), was, now in zip(swapped, before, after) if was != now]
-    changed = list(dict.fromkeys(replaced + written))
+    written = [shard for (*_, shard, _), was, now in zip(swapped, before, after) if was != now]
+    changed = list(dict.fromkeys(state.names()[id(shard)] for shard in replaced + written))
     if changed:
         raise UnsupportedError(
-            f"parameters {changed} were written inside `gathered`; the writes are lost. Write to the shards, "
+            f"parameters {changed} were written inside `gathered`, or loaded there; that is lost. Outside of it write to the shards, "
             "or load a state dict"
         )

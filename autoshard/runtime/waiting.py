@@ -8,9 +8,12 @@ still live, for which a TCPStore goes through all that wait: for each of 1,000, 
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +48,42 @@ def wait_until(
             warned = True
             late()
         time.sleep(min(max(waited / 8, _SHORTEST), _LONGEST))
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A store, whose answers are waited for so many seconds: a TCPStore waits for ever for a host that is stopped, or whose machine
+    went without a word. PeerLostError then."""
+
+    store: Any
+    seconds: float
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        ask = getattr(self.store, name)
+        return lambda *given: answered(lambda: ask(*given), self.seconds)
+
+
+def answered(ask: Callable[[], Any], seconds: float) -> Any:
+    """What `ask` gives or raises, in a thread that nobody waits for any longer than this."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def asking() -> None:
+        try:
+            answers.put((ask(), None))
+        except BaseException as error:  # raised where the answer is waited for
+            answers.put((None, error))
+
+    threading.Thread(target=asking, daemon=True).start()
+    try:
+        found, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise PeerLostError(
+            f"the process that hosts the job's store (rank 0, most often) gave no answer for {seconds:g} s: it is stopped, or its machine is "
+            "gone; look at its own log"
+        ) from None
+    if error is not None:
+        raise error
+    return found
 
 
 def missing(store: Any, ranks: Sequence[int]) -> list[int]:

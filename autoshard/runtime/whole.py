@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -14,14 +14,39 @@ from autoshard.runtime.dtensors import local
 from autoshard.runtime.shard import full_value
 from autoshard.torch_internals import storage_of
 
+COMPILED = "_orig_mod."  # what torch puts before the names of what a compiled module holds
+
+
+def state_of_module(module: nn.Module) -> dict[str, Any]:
+    """Its state dict, under the names that it has without torch.compile; what is tied is one object."""
+    state, first = dict(module.state_dict()), dict[int, str]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        before = first.setdefault(id(parameter), name)
+        if name in state and before in state and _lie_together(state[name], state[before]):
+            state[name] = state[before]
+    return {name.replace(COMPILED, ""): value for name, value in state.items()}
+
+
+def _lie_together(one: Any, other: Any) -> bool:
+    """A hook may have put something else in the place of either."""
+    return isinstance(one, DTensor) and isinstance(other, DTensor) and storage_of(one.to_local()) == storage_of(other.to_local())
+
 
 def in_whole(state: Mapping[str, Any], keeps: bool) -> dict[str, Any]:
-    """The same with whole tensors on the CPU, copies of those that lie here; of what is tied and whole, one. Empty where this process
+    """The same with whole tensors on the CPU, copies of those that lie here; of what is tied, one. Empty where this process
     does not keep it. One tensor at a time is whole on every device. A collective, which all enter, whoever keeps it."""
     here = {storage_of(local(t)) for t in tree_leaves(dict(state)) if isinstance(t, Tensor) and t.layout == torch.strided}
     copies: dict[Any, Tensor] = {}
+    gathered: dict[int, Any] = {}
 
     def whole(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return copied(value)
+        if id(value) not in gathered:
+            gathered[id(value)] = copied(value)
+        return gathered[id(value)]
+
+    def copied(value: Any) -> Any:
         full = full_value(value) if isinstance(value, Tensor) else value
         if not keeps or not isinstance(full, Tensor):
             return full if keeps else None
