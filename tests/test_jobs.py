@@ -48,6 +48,11 @@ def test_a_job_ends_with_gathers_of_a_step_that_never_comes(end: str) -> None:
         assert ended.code == 0 and "unwaited" not in ended.output, ended.output
 
 
+def test_who_is_done_does_not_wait_for_one_that_failed() -> None:
+    first, second = launch(2, _steps() + "if rank == 1: raise ValueError('of its own')", timeout=45)
+    assert first.code == 0 and second.code != 0 and "ValueError: of its own" in second.output, first.output + second.output
+
+
 def test_one_process_is_left_alone() -> None:
     body = _steps() + "print(autoshard.plan_of(model).leaves_alone, type(model[0].weight).__name__)"
     (ended,) = launch(1, body)
@@ -153,10 +158,11 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
         if i == 14 and rank == 1: os._exit(9)
         loss.backward()
     """
-    survivor, dead = launch(2, body)
+    first, dead, third = launch(3, body)
     assert dead.code == 9
-    assert survivor.code not in (0, -6), survivor.output
-    assert "PeerLostError: rank 0 lost another process of the job" in survivor.output, survivor.output
+    for rank, survivor in ((0, first), (2, third)):
+        assert survivor.code not in (0, -6), survivor.output
+        assert f"PeerLostError: rank {rank} lost rank 1 of the job in a collective" in survivor.output, survivor.output
 
 
 @pytest.mark.parametrize("moment", ["forward", pytest.param("backward", marks=pytest.mark.full)])
@@ -183,7 +189,7 @@ def test_a_process_that_stands_still_in_mid_step_ends_the_others(tmp_path: Path,
     survivor, still = launch(2, BEFORE["group"] + textwrap.dedent(body))
     assert still.code == 7, survivor.output
     assert survivor.code not in (0, -6), survivor.output
-    assert "PeerLostError: rank 0 lost another process of the job in a collective (it may live, but did not come" in survivor.output
+    assert "PeerLostError: rank 0 lost rank 1 of the job in a collective (it may live, but did not come" in survivor.output
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -67,3 +68,15 @@ def test_signs_are_given_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -
     more.end()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "rank 0 could not listen at"), ("1", "rank 0 did not come to the job: for 0.1 s nothing answered at")])
+def test_a_port_that_another_has_is_not_a_process_that_is_missing(monkeypatch: pytest.MonkeyPatch, rank: str, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        if rank != "0":
+            taken.close()
+        with pytest.raises(DisagreementError, match=said):
+            Patience(0.1, 0.1, print).wait_for_store()

@@ -1,15 +1,25 @@
-"""What a transport says when another process is gone, as an error with a name."""
+"""What a transport says when another process is gone, as an error with a name.
+
+[Note: Who is lost] A transport names an address. So each process that loses another one leaves a word of that in the store, and a moment
+later names those that left none: they died, stand still, or ended by an error of their own. Where one closes its connections all others
+lose it at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from autoshard.errors import AutoshardError, PeerLostError
+from autoshard.runtime.presence import job_store
+from autoshard.runtime.waiting import Answering, missing, named
 
+_MOMENT = 1.0  # seconds in which all others have left a word; rank 0, which may host the store, stays for another one
 _SIGNS_OF_LOSS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting")
 _SIGNS_OF_DELAY = ("timed out", "timeout")
 
@@ -26,12 +36,25 @@ def naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
                 raise PeerLostError(
-                    f"rank {dist.get_rank()} lost another process of the job in a collective "
+                    f"rank {dist.get_rank()} lost {_who() or 'another process'} of the job in a collective "
                     f"({_what_happened(str(error))}); look at its own log. ({error})"
                 ) from error
             raise
 
     return guarded
+
+
+def _who() -> str:
+    """Those that left no word of a loss; "" where that is not known. See [Note: Who is lost]."""
+    rank, store = dist.get_rank(), Answering(job_store("autoshard/lost"), _MOMENT)
+    with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one
+        store.set(str(rank), "")
+        time.sleep(_MOMENT)
+        silent = missing(store, range(dist.get_world_size()))
+        if rank == 0:
+            time.sleep(_MOMENT)
+        return named(silent) if silent else ""
+    return ""
 
 
 def _what_happened(said: str) -> str:
