@@ -157,6 +157,12 @@ def test_a_folder_that_cannot_be_written_is_refused_by_the_name_it_was_given_by(
         Dump.of(None, 0)
 
 
+def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"dump_dir \(or AUTOSHARD_DUMP\): '.*plan.json' cannot be written \(No space left on device\)"):
+        Dump(tmp_path).note("plan.json", "{}")
+
+
 def _drops(x: Tensor) -> Tensor:
     x.add(1)
     return x

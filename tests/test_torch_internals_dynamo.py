@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import Any
@@ -322,6 +323,52 @@ def test_a_module_that_is_compiled_in_place_is_known() -> None:
     assert not torch_internals.is_compiled_in_place(model)
     model.compile(backend="eager")
     assert torch_internals.is_compiled_in_place(model) and not torch_internals.is_compiled_in_place(nn.Linear(2, 2))
+
+
+def test_a_module_of_torch_nn_can_be_compiled_in_place() -> None:
+    """Dynamo looks into no forward of torch.nn's by itself."""
+    compiled = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiled.append(gm)
+        return gm.forward
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    torch_internals.compile_in_place(model, backend)
+    x = torch.ones(2, 4)
+    assert torch.equal(model(x), model[0](x)) and len(compiled) == 1
+    assert torch_internals.backend_of(model) is backend
+
+
+class Raising(nn.Module):
+    """Whose forward Dynamo leaves to Python from its first error on, unless it is to look again."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again and not torch.compiler.is_compiling():
+            torch_internals.look_again()
+        if x.dim() != 2:
+            raise ValueError("two dimensions, please")
+        return x + 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_dynamo_looks_again_at_a_forward_that_it_gave_up(again: bool) -> None:
+    torch.compiler.reset()
+    compiled = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiled.append(gm)
+        return gm.forward
+
+    model = torch.compile(Raising(again), backend=backend)
+    for good in (True, False, True):
+        with contextlib.nullcontext() if good else pytest.raises(ValueError, match="two dimensions"):
+            model(torch.ones(2, 4) if good else torch.ones(4))
+    assert len(compiled) == 1 + again
 
 
 @pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -141,13 +141,13 @@ class ModelState:
             if changed:
                 everyones = state.buffers.take_rank_0_s(changed)
                 args = tuple(everyones.get(id(arg), arg) for arg in args)
-            rows = telling_rows(args[i] for i in positions)
+            tell = telling_rows(args[i] for i in positions) if training and state.plan.sharded else None
             out = run(*args)
             if state._shares_buffers:
                 state.buffers.note()
             called(out)
-            if training and state.plan.sharded:
-                before_backward(out, rows)
+            if tell is not None:
+                before_backward(out, tell)
             if state.accumulation.mode == "flush" and training:
                 state.accumulation.take(collectives.reduced(given))
             return out

@@ -4,10 +4,15 @@
 one thread serves the looks of 1,000 processes that wait for minutes. The store's own wait, which blocks, would end at once. But it keeps
 the rest of the process out of this connection, which torch's threads may use too; and it must end now and then, to see whether others
 still live, for which a TCPStore goes through all that wait: for each of 1,000, through 1,000.
+
+[Note: Who asks] One thread asks for all; where it got no answer it is left alone, and another one takes its place. It is there from a
+first question on, since at the end of an interpreter (Python 3.12 and later) none can be started, and processes wait for each other there.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
 import threading
 import time
@@ -53,37 +58,47 @@ def wait_until(
 @dataclass(frozen=True)
 class Answering:
     """A store, whose answers are waited for so many seconds: a TCPStore waits for ever for a host that is stopped, or whose machine
-    went without a word. PeerLostError then."""
+    went without a word. PeerLostError then. See [Note: Who asks]."""
 
     store: Any
     seconds: float
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         ask = getattr(self.store, name)
-        return lambda *given: answered(lambda: ask(*given), self.seconds)
+        return lambda *given: self._answer(lambda: ask(*given))
 
-
-def answered(ask: Callable[[], Any], seconds: float) -> Any:
-    """What `ask` gives or raises, in a thread that nobody waits for any longer than this."""
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def asking() -> None:
+    def _answer(self, ask: Callable[[], Any]) -> Any:
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        _asked(os.getpid()).put((ask, answers))
         try:
-            answers.put((ask(), None))
-        except BaseException as error:  # raised where the answer is waited for
-            answers.put((None, error))
+            found, error = answers.get(timeout=self.seconds)
+        except queue.Empty:
+            _asked.cache_clear()
+            raise PeerLostError(
+                f"the process that hosts the job's store (rank 0, most often) gave no answer for {self.seconds:g} s: it is stopped, or its "
+                "machine is gone; look at its own log"
+            ) from None
+        if error is not None:
+            raise error
+        return found
 
-    threading.Thread(target=asking, daemon=True).start()
-    try:
-        found, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise PeerLostError(
-            f"the process that hosts the job's store (rank 0, most often) gave no answer for {seconds:g} s: it is stopped, or its machine is "
-            "gone; look at its own log"
-        ) from None
-    if error is not None:
-        raise error
-    return found
+
+@functools.cache
+def _asked(process: int) -> queue.SimpleQueue[Any]:
+    """What a thread of this process is to ask. See [Note: Who asks]."""
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            ask, answers = asked.get()
+            try:
+                answers.put((ask(), None))
+            except BaseException as error:  # raised where the answer is waited for
+                answers.put((None, error))
+            del ask, answers
+
+    threading.Thread(target=serve, name="autoshard asks the store", daemon=True).start()
+    return asked
 
 
 def missing(store: Any, ranks: Sequence[int]) -> list[int]:
