@@ -59,9 +59,9 @@ class Capture:
 class _Captured(ThroughDynamo):
     """Ends the trace: what it gave is here."""
 
-    def __init__(self, graph: GraphModule, inputs: Sequence[Any], tracing: Tracing) -> None:
+    def __init__(self, graph: GraphModule, inputs: Sequence[Any], tracing: Tracing, broken: bool) -> None:
         super().__init__("captured")
-        self.graph, self.inputs, self.tracing = graph, inputs, tracing
+        self.graph, self.inputs, self.tracing, self.broken = graph, inputs, tracing, broken
 
 
 def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None, open: bool = False) -> Capture:
@@ -118,7 +118,8 @@ def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ope
     """The first graph that Dynamo gives."""
 
     def read(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        raise _Captured(gm, inputs, Tracing.here())
+        broken = torch_internals.graph_break(gm) is not None or torch_internals.runs_in_python(shadow)
+        raise _Captured(gm, inputs, Tracing.here(), broken)
 
     torch_internals.ignore_messages_given_once()
     try:
@@ -143,7 +144,7 @@ def _captured(shadow: nn.Module, captured: _Captured, opened: Sequence[Opened]) 
             [x for x in inputs if isinstance(x, nn.Parameter)],
             in_order_of_last_use(captured.graph, inputs),
             rows_looked_up(captured.graph, inputs),
-            torch_internals.graph_break(captured.graph) is not None,
+            captured.broken,
         ),
         graph=captured.graph,
         inputs=tuple(p.meta["example_value"] if id(x) in shown else x for x, p in zip(inputs, places)),

@@ -32,7 +32,7 @@ class FirstGraph:
     def given(model: nn.Module, gm: GraphModule, inputs: Sequence[Any]) -> FirstGraph:
         """As Dynamo gives it to a backend, of whole parameters."""
         used = used_in(model, [x for x in inputs if isinstance(x, nn.Parameter)])
-        broken = bool(torch_internals.graph_break(gm) or torch_internals.behind_a_break())
+        broken = bool(torch_internals.graph_break(gm) or torch_internals.behind_a_break() or torch_internals.runs_in_python(model))
         inventory = take_inventory(model, used, used_in(model, in_order_of_last_use(gm, inputs)), rows_looked_up(gm, inputs), broken)
         names = names_of(model)
         whole = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -21,11 +22,11 @@ from accelerate.utils import OPTIMIZER_NAME
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard import no_sync, state_dict, torch_internals
+from autoshard import gathered, no_sync, state_dict, torch_internals
 from autoshard.compiler import Backend
 from autoshard.config import Config
 from autoshard.errors import UnsupportedError
-from autoshard.runtime.state import accumulations_in
+from autoshard.runtime.state import accumulations_in, states_in
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -62,6 +63,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._models.append(prepared)
         if not torch_internals.is_compiled_in_place(prepared):
             torch_internals.compile_in_place(prepared, Backend(self._autoshard))
+            if callable(getattr(prepared, "generate", None)):
+                prepared.generate = MethodType(_generate_whole, prepared)  # type: ignore[assignment]
         return prepared
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -142,9 +145,15 @@ class Sharded:
 class Trainer(Sharded, transformers.Trainer):  # type: ignore[misc]
     """transformers.Trainer, all of whose arguments it takes; `autoshard` is the config of its model.
 
-    Evaluation and saving run on all processes, as the Trainer does by itself. `generate` while training needs
-    `synced_gpus=True`, since every process must call the model as often as the others.
+    Evaluation, saving and `generate` run on all processes, as the Trainer does by itself; `generate` has the whole model on each of them.
     """
+
+
+def _generate_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of a prepared model, on whole parameters: it calls parts of the model by themselves, as an encoder, and as often as its own
+    texts are long. A collective where the model is sharded; before its first call, without torch.compile."""
+    with gathered(model) if states_in(model) else torch.compiler.set_stance("force_eager"):
+        return type(model).generate(model, *args, **kwargs)
 
 
 def _refuse_safetensors(models: list[nn.Module], folder: str) -> None:

@@ -175,9 +175,10 @@ def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, lookup:
 
 def is_trained(parameter: ParameterInfo) -> bool:
     """Whether backward gives it a gradient."""
-    return parameter.trained and (parameter.used or parameter.later) and floating(parameter.dtype)
+    dtype = getattr(torch, parameter.dtype)
+    return parameter.trained and (parameter.used or parameter.later) and (dtype.is_floating_point or dtype.is_complex)
 
 
 def floating(dtype: str) -> bool:
-    """True if a dtype of this name has gradients."""
+    """True if a dtype of this name is one that others are cast to and from."""
     return bool(getattr(torch, dtype).is_floating_point)

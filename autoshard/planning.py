@@ -45,7 +45,7 @@ def plan(
 
     example_inputs: a tensor, a tuple of arguments or a dict of keywords, meta tensors too.
     cluster: None: the one of config.cluster; where that says none either, one process on CPUs as they were measured here.
-    optimizer: makes the optimizer, or several, from a list of parameters, or names those that are made; None: as config.optimizer says.
+    optimizer: makes the optimizer, or several, from a list of parameters, or has those that are made; None: as config.optimizer says.
     Raises BudgetError if nothing fits, ConfigError if the mesh does not or the budget is a share of what is not known, ClusterError
     if config.cluster is a file that cannot be read, PlanError if a pinned plan is not of this model and this many processes,
     UnsupportedError of what a job refuses.
@@ -148,6 +148,8 @@ def optimizers_of(model: nn.Module, optimizer: Make | Existing | None) -> Sequen
         return None
     if isinstance(optimizer, Existing):
         return optimizer.optimizers
+    if not callable(optimizer):
+        raise ConfigError(f"optimizer: {optimizer!r} is not legal; legal: what makes one of a list of parameters; by name in Config(optimizer=...)")
     shown = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()]
     return made_by(optimizer, shown) if shown else ()
 

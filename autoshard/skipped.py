@@ -98,4 +98,4 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         wrapper = next((said for wrapper, said in _WRAPPERS.items() if isinstance(module, wrapper)), None)
         if wrapper:
-            raise UnsupportedError(f"module {name or 'itself'!r} is wrapped by {wrapper}; autoshard takes the plain module")
+            raise UnsupportedError(f"{f'module {name!r}' if name else 'the model'} is wrapped by {wrapper}; autoshard takes the plain module")

@@ -136,6 +136,7 @@ __all__ = [
     "restart_trace",
     "rows_of_each",
     "saves_by",
+    "runs_in_python",
     "schema_of",
     "share_memory",
     "sizes_in",
@@ -363,7 +364,7 @@ def graph_break(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    inside = str(Path(torch.__file__).parent)
+    inside = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
     frames = [f for f in reason.user_stack if not f.filename.startswith(inside)] or reason.user_stack
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
     return where, str(reason.reason).strip().splitlines()[0]
@@ -504,13 +505,26 @@ def recompile_limit() -> int:
     return int(torch._dynamo.config.recompile_limit)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def look_again() -> None:
     """Has Dynamo look again at the forwards that run here as Python, from their next call on: what it gave up once, as where a forward
     raises an error, it never looks at again. One that it compiled runs as code of its own, and stays. Seen: 2.11, 2.13."""
-    for frame in _frames():
+    for frame, _ in _forwards_in_python():
+        reset_code(frame.f_code)
+
+
+def runs_in_python(module: torch.nn.Module) -> bool:
+    """Whether Dynamo gave up this module's forward, so that it runs here as Python and its parts are graphs of their own. Seen: 2.11, 2.13."""
+    return any(running is module for _, running in _forwards_in_python())
+
+
+def _forwards_in_python() -> Iterator[tuple[Any, torch.nn.Module]]:
+    """Of modules: frames that run what forward was written as, not what Dynamo made of it. Of others nothing is asked: a frame whose locals
+    were asked for keeps them all, also what it deletes (Python before 3.13)."""
+    for frame in (frame for frame in _frames() if frame.f_code.co_name == "forward"):
         module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module) and any(_code_of(kind) is frame.f_code for kind in type(module).__mro__):
-            reset_code(frame.f_code)
+            yield frame, module
 
 
 def _code_of(kind: type) -> Any:

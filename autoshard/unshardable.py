@@ -73,7 +73,12 @@ def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequen
         if not isinstance(x, nn.Parameter) or id(x) in state.ids:
             continue
         if x.requires_grad or (state.plan.sharded and id(x) in names):
+            if id(x) not in names:
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(x.shape)} is in no module of the model, or of another model; legal: modules that hold it as "
+                    "an attribute, in an nn.ModuleList or in an nn.ModuleDict (a plain list does not)"
+                )
             raise UnsupportedError(
-                f"parameter {names.get(id(x), '?')!r} of shape {tuple(x.shape)} came after the first call, or is "
-                "of another model; add parameters before the first call, and give one that is there other values by load_state_dict"
+                f"parameter {names[id(x)]!r} of shape {tuple(x.shape)} came after the first call; "
+                "add parameters before the first call, and give one that is there other values by load_state_dict"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -206,6 +207,11 @@ def test_at_its_end_each_process_asks_for_one_key() -> None:
     assert {len(keys) for store in stores for _, keys, _ in store.asked} == {1}
     assert [store.times("add") for store in stores] == [1] * 20
     assert sum(store.times("set") for store in stores) == 1
+
+
+def test_a_copy_of_a_process_ends_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.time, "sleep", lambda _: pytest.fail("it waits"))
+    processes._end(os.getpid() + 1)
 
 
 def test_the_end_does_not_wait_for_ever() -> None:

@@ -34,6 +34,41 @@ class Broken(nn.Module):
         return self.rest(y).pow(2).mean()
 
 
+class Checked(nn.Module):
+    """Dynamo leaves a loop that breaks to Python, and the first graph is a layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum().item() > 1e30:
+                x = x + 1
+        return x.pow(2).mean()
+
+
+def test_a_layer_of_a_loop_that_breaks_is_not_taken_for_the_model() -> None:
+    torch.compiler.reset()
+    said = autoshard.Config(codegen="eager", zero=0, memory_budget="1GiB")
+    made = autoshard.plan(Checked(), torch.zeros(4, 512), said, Machines(1, 2, DEVICES["cpu"]), torch.optim.AdamW)
+    assert made.covered < 0.3 and made.predicted.of_a_part
+    assert made.predicted.memory["gradients"] > 3 * MIB and made.predicted.memory["optimizer"] > 7 * MIB
+
+
+def checked_in_a_job() -> bool:
+    model = Checked()
+    torch.compile(model, backend=autoshard.backend(config("auto")))(torch.ones(4, 512)).backward()
+    plan = autoshard.plan_of(model)
+    assert plan is not None
+    return plan.predicted.of_a_part
+
+
+def test_nor_in_a_job(two: Cluster) -> None:
+    assert two.run(checked_in_a_job) == [True, True]
+
+
 def _planned(**options: Any) -> autoshard.Plan:
     torch.compiler.reset()
     said = autoshard.Config(codegen="eager", **options)

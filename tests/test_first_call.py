@@ -223,7 +223,7 @@ def wrapped(inside: bool) -> None:
 
 @pytest.mark.parametrize(
     ("inside", "says"),
-    [(False, "module 'itself' is wrapped by DistributedDataParallel"), (True, "use autoshard.huggingface")],
+    [(False, "the model is wrapped by DistributedDataParallel"), (True, "use autoshard.huggingface")],
 )
 def test_wrapped_modules_are_refused(two: Cluster, inside: bool, says: str) -> None:
     for text in two.run(what_is_said, wrapped, inside):

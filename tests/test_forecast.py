@@ -265,6 +265,12 @@ def test_how_far_reserved_bytes_were_off_is_said_of_devices_that_were_compared()
         assert ("Reserved were between" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
 
 
+def test_complex_parameters_are_trained() -> None:
+    captured = _forecaster(nn.Linear(512, 512, dtype=torch.complex64), torch.randn(4, 512, dtype=torch.complex64), 2)
+    memory = _plan(captured, 0).predicted.memory
+    assert memory["gradients"] >= 8 * 512 * 512 and memory["optimizer"] >= 16 * 512 * 512
+
+
 def test_nothing_reserved_is_less_than_what_is_held() -> None:
     """Though the bands are of comparisons apart."""
     predicted = Prediction({"parameters": 100 * 2**20}, place="mm", error=(-0.01, 0.0), reserved=102 * 2**20, reserved_error=(-0.2, 0.1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +253,28 @@ def _reduced_late(zero: int) -> str:
 def test_what_waits_is_not_reduced_by_a_late_word(two: Cluster, zero: int) -> None:
     for said in two.run(_reduced_late, zero):
         assert said.startswith("UnsupportedError: trigger_sync_in_backward: " if zero < 2 else "nothing"), said
+
+
+def _generate(zero: int) -> tuple[list[int], list[int]]:
+    """Texts of other lengths on each process, before the first call and behind it."""
+    _fresh_state()
+    torch.manual_seed(0)
+    net = llama()
+    plain = copy.deepcopy(net)
+    model = Accelerator(cpu=True, autoshard=config(zero)).prepare(net)
+    prompt = torch.tensor([[1, 2, 3]])
+    options: dict[str, Any] = {"max_new_tokens": 3 + 4 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
+    texts = [model.generate(prompt, **options)]
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    texts.append(model.generate(prompt, **options))
+    expected = plain.generate(prompt, **options)[0].tolist()
+    return [*texts[0][0].tolist(), *texts[1][0].tolist()], expected * 2
+
+
+@pytest.mark.parametrize("zero", [3, in_full(0)])
+def test_a_prepared_model_generates_as_long_as_each_process_wants(two: Cluster, zero: int) -> None:
+    for texts, expected in two.run(_generate, zero):
+        assert texts == expected
 
 
 def _accelerate_nodes(folder: str, zero: int) -> Distance:

@@ -53,6 +53,20 @@ def test_who_is_done_does_not_wait_for_one_that_failed() -> None:
     assert first.code == 0 and second.code != 0 and "ValueError: of its own" in second.output, first.output + second.output
 
 
+def test_a_group_may_be_destroyed_and_another_started() -> None:
+    body = """
+    import copy, torch.distributed as dist
+    for turn in range(2):
+        again = copy.deepcopy(model)
+        compiled(again)(torch.randn(4, 8)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group()
+        print("turn", turn)
+    """
+    for ended in launch(2, textwrap.dedent(body), timeout=60):
+        assert ended.code == 0 and "turn 1" in ended.output, ended.output
+
+
 def test_one_process_is_left_alone() -> None:
     body = _steps() + "print(autoshard.plan_of(model).leaves_alone, type(model[0].weight).__name__)"
     (ended,) = launch(1, body)

@@ -102,21 +102,31 @@ def breaks_in_checkpoint() -> None:
 
 def test_a_checkpoint_that_breaks_is_refused_by_name(two: Cluster) -> None:
     for said in two.run(what_is_said, breaks_in_checkpoint):
-        assert "a Linear that autoshard trains was called outside of any compiled graph" in said
+        assert "Linear, which autoshard trains, was called outside of any compiled graph" in said
         assert "a graph break inside of torch.utils.checkpoint" in said
 
 
 class Strict(nn.Linear):
     """With parameters of its own, so that the frame that raises is a sharded module's."""
 
+    error: type[Exception] = ValueError
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.seen: list[Tensor] = []
+        self.register_buffer("mean", torch.zeros(()))
+
     def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach().sum())
+        self.mean = 0.5 * self.mean + x.detach().mean()
         if x.dim() != 2:
-            raise ValueError("two dimensions, please")
+            raise self.error("two dimensions, please")
         return super().forward(x)
 
 
-def a_batch_that_forward_refuses(inside: bool) -> tuple[list[str], list[float], list[float]]:
-    """A loop that catches it, and goes on."""
+def a_batch_that_forward_refuses(inside: bool, error: type[Exception]) -> tuple[list[str], list[float], list[float]]:
+    """A loop that catches it, and goes on. What the module keeps of each batch is as it is in eager."""
+    Strict.error = error
     torch._dynamo.reset()  # what is refused when nothing is compiled yet
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), Strict(8, 8)) if inside else Strict(8, 8)
@@ -124,16 +134,17 @@ def a_batch_that_forward_refuses(inside: bool) -> tuple[list[str], list[float], 
     compiled, said = torch.compile(model, backend=autoshard.backend(config(3))), []
     for shape in ((4, 8), (2, 4, 8), (4, 8), (2, 4, 8), (4, 8)):
         said.append(what_is_said(lambda shape: compiled(torch.ones(shape)).sum().backward(), shape))
-        if len(shape) == 2:
-            plain(torch.ones(shape)).sum().backward()
+        what_is_said(lambda shape: plain(torch.ones(shape)).sum().backward(), shape)
+    kept, meant = (next(m for m in each.modules() if isinstance(m, Strict)) for each in (model, plain))
+    assert torch.allclose(torch.stack(kept.seen), torch.stack(meant.seen)) and torch.allclose(kept.mean, meant.mean)
     grads, expected = ([p.grad for p in each.parameters()] for each in (model, plain))
     return said, [float(whole(g).sum()) for g in grads], [float(whole(g).sum()) for g in expected]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_forward_raises_is_the_user_s_and_no_end(two: Cluster, inside: bool) -> None:
-    for said, grads, expected in two.run(a_batch_that_forward_refuses, inside):
-        assert said == ["nothing", *["ValueError: two dimensions, please", "nothing"] * 2]
+@pytest.mark.parametrize(("inside", "error"), [(False, ValueError), (True, ValueError), (False, RuntimeError)])
+def test_what_forward_raises_is_the_user_s_and_no_end(two: Cluster, inside: bool, error: type[Exception]) -> None:
+    for said, grads, expected in two.run(a_batch_that_forward_refuses, inside, error):
+        assert said == ["nothing", *[f"{error.__name__}: two dimensions, please", "nothing"] * 2]
         assert grads == pytest.approx(expected, rel=1e-5)
 
 

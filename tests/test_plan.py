@@ -79,6 +79,20 @@ def test_a_stage_whose_messages_take_hardly_longer_is_looked_at_too(slow: float,
     assert max(g.degrees.stage for g in plan.groups) == chosen and set(asked) == {0, 1}
 
 
+@pytest.mark.parametrize(("states", "seen"), [(0, {0}), (24, {0, 1})])
+def test_a_stage_whose_step_makes_up_for_its_messages_is_looked_at_too(states: int, seen: set[int]) -> None:
+    """On one more process than a gather pays for, as it takes a message more."""
+    forecast, asked = _taking({0: 2.0, 1: 1.5, 2: 1.5, 3: 0.1})
+    small = Inventory("Net", tuple(info(f"layers.{i}.up", 512, 512) for i in range(4)))
+    make_plan(small, Config(), dataclasses.replace(where(8), optimizer_states=states), forecast)
+    assert set(asked) - {2} == seen
+
+
+def test_an_optimizer_is_made_by_what_can_be_called() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer: 'sgd' is not legal; legal: what makes one .* by name in Config\(optimizer="):
+        autoshard.plan(nn.Linear(8, 8), torch.zeros(2, 8), optimizer="sgd")  # type: ignore[arg-type]
+
+
 def test_stages_1_and_2_are_as_long_on_the_wire_and_do_not_hide_a_third_that_is_no_longer() -> None:
     forecast, asked = _taking({0: 1.0, 1: 1.5, 2: 1.5, 3: 0.1})
     large = Inventory("Net", tuple(info(f"layers.{i}.up", 8192, 8192) for i in range(4)))
@@ -261,7 +275,7 @@ def test_the_budget_that_an_error_names_is_enough() -> None:
 
 
 def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
-    """Where a stage fits as it is, no later one is simulated."""
+    """Where there is one, nothing else was simulated."""
 
     def forecast(plan: Plan) -> Plan:
         size = {"activations": (100 - 10 * max(g.degrees.stage for g in plan.groups)) << 20}
@@ -272,8 +286,8 @@ def test_the_choice_is_said_to_be_of_what_was_looked_at() -> None:
         return dataclasses.replace(found, predicted=dataclasses.replace(plan.predicted, memory={"activations": budget}))
 
     simulated = "the least time of those that were simulated and fit"
-    for budget, said in ((None, "the least time on the wire of those that fit"), (75 << 20, simulated)):
-        plan = make_plan(blocks(), Config(), where(8, budget), forecast, fit)
+    for compression, budget, said in (("powersgd", None, "the least time on the wire of those that fit"), (None, 75 << 20, simulated)):
+        plan = make_plan(blocks(), Config(compression=compression), where(8, budget), forecast, fit)  # type: ignore[arg-type]
         assert [why for why in plan.why if "chosen" in why] == [why for why in plan.why if f"(chosen: {said})" in why] != []
 
 

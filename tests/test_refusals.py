@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -210,6 +211,25 @@ def penalty_on_gradients() -> None:
     (loss + gradient.full_tensor().pow(2).sum()).backward()  # type: ignore[attr-defined]
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.unseen = nn.Linear(8, 8), [nn.Linear(8, 8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unseen[0](self.seen(x)).pow(2).mean()
+
+
+def a_plain_list() -> None:
+    _call(Listed())
+
+
+def pruned_later() -> None:
+    model = Net()
+    torch.compile(model, backend=autoshard.backend(config(0)))(torch.ones(4, 8)).backward()
+    torch.nn.utils.prune.l1_unstructured(model.up, "weight", amount=0.3)
+
+
 def a_sparse_buffer() -> None:
     model = Net()
     model.register_buffer("adjacent", torch.eye(4).to_sparse())
@@ -217,10 +237,12 @@ def a_sparse_buffer() -> None:
 
 
 CASES: dict[Callable[[], None], str] = {
+    a_plain_list: "a parameter of shape (8, 8) is in no module of the model, or of another model; legal: modules that hold it as",
+    pruned_later: "parameter 'weight' of a Linear cannot become something else after the first call; legal: prune, parametrize and the like",
     a_sparse_buffer: "buffer 'adjacent' is torch.sparse_coo, which rank 0 cannot send; legal: Config(buffers=\"local\")",
     distributed_already: "parameter 'up.weight' is a DTensor already",
     sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",
-    sharded_by_the_first_fsdp: "module 'itself' is wrapped by FullyShardedDataParallel; autoshard takes the plain module",
+    sharded_by_the_first_fsdp: "the model is wrapped by FullyShardedDataParallel; autoshard takes the plain module",
     without_values: "parameter 'up.weight' is on the meta device and has no values; legal: model.to_empty",
     hook_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
     gradient_from_before: "parameter 'up.weight' has hooks or a gradient from before its first call",
@@ -275,7 +297,7 @@ def step_beside_the_graph() -> None:
 
 def test_gradients_that_no_graph_reduced_are_refused(two: Cluster) -> None:
     for text in two.run(what_is_said, step_beside_the_graph):
-        assert text.startswith("UnsupportedError: a Linear that autoshard trains was called outside of any compiled graph")
+        assert text.startswith("UnsupportedError: Linear, which autoshard trains, was called outside of any compiled graph")
 
 
 class Half(nn.Module):

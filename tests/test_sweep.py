@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from autoshard.capture import capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.optimizer import NAMED
+from autoshard.cost_model.sizes import evaluator
 from autoshard.cost_model.timeline import Sharing
 from autoshard.errors import ClusterError, PlanError, SweepError
 from autoshard.forecast import Forecaster
@@ -195,6 +197,33 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert f"The largest batch that fits into 3.00 MiB: {sweep.largest()} at sequence 16." in text
     assert "Measured peaks were " in text and "steps" not in text  # on a device whose tables were not measured
     assert max(map(len, text.splitlines())) <= 80
+
+
+class Cut(nn.Module):
+    """Whose sizes torch computes by way of a float, and with bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(67, 32), nn.Linear(32, 67)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        kept = int(input_ids.shape[1] * 0.75) & ~1
+        return self.head(self.embedding(input_ids[:, :kept])).pow(2).mean()
+
+
+def test_sizes_by_way_of_a_float_are_computed() -> None:
+    config = Config(codegen="eager", recompute="none", zero=0)
+    torch.compiler.reset()
+    sweep = autoshard.sweep(Cut(), _tokens(4, 16), config, TWO)
+    torch.compiler.reset()
+    plan = autoshard.plan(Cut(), _tokens(8, 32), config, TWO)
+    assert int(sweep.at(batch=8, sequence=32).peak) == plan.predicted.peak_bytes
+
+
+def test_a_size_that_no_sweep_knows_is_named() -> None:
+    size = sympy.Function("NeverHeardOf")(sympy.Symbol("batch"))
+    with pytest.raises(SweepError, match="a size of this model is NeverHeardOf of another, which no sweep knows; legal: a plan of each size"):
+        evaluator([size])({"batch": np.arange(1.0, 4.0)})
 
 
 def test_where_all_batches_that_are_looked_at_fit_more_may() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,14 @@ def test_a_graph_break_has_the_user_s_line() -> None:
     assert found[-1] is None
 
 
+def test_a_graph_break_is_not_in_a_file_of_our_own() -> None:
+    """A sharded module's forward stands there, between torch's and the user's."""
+    files = ("/home/user/train.py", torch_internals.__file__, torch.__file__)
+    stack = [SimpleNamespace(filename=name, lineno=line) for line, name in enumerate(files)]
+    gm = SimpleNamespace(compile_subgraph_reason=SimpleNamespace(graph_break=True, user_stack=stack, reason="item"))
+    assert torch_internals.graph_break(gm) == ("/home/user/train.py:0", "item")  # type: ignore[arg-type]
+
+
 def test_what_continues_behind_a_break_is_seen() -> None:
     found = []
 
@@ -323,6 +332,39 @@ def test_a_module_that_is_compiled_in_place_is_known() -> None:
     assert not torch_internals.is_compiled_in_place(model)
     model.compile(backend="eager")
     assert torch_internals.is_compiled_in_place(model) and not torch_internals.is_compiled_in_place(nn.Linear(2, 2))
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Looping(nn.Module):
+    """A loop that breaks is left to Python, and what it calls is compiled."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks, self.layers = breaks, nn.ModuleList(Doubling() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_forward_that_dynamo_gave_up_runs_in_python(breaks: bool) -> None:
+    torch.compiler.reset()
+    found, model = [], Looping(breaks)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.append(torch_internals.runs_in_python(model))
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.ones(2, 4))
+    assert found[0] is breaks
 
 
 def test_a_module_of_torch_nn_can_be_compiled_in_place() -> None:

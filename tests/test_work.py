@@ -22,6 +22,21 @@ from autoshard.cost_model.program import Operation
 from autoshard.cost_model.work import Work, flops_of, work_of
 
 
+@pytest.mark.parametrize("groups", [1, 8, 64])
+def test_the_gradient_of_a_convolution_s_weight_is_of_its_groups(groups: int) -> None:
+    """As many operations as forward, as is the input's."""
+    x, weight = torch.randn(2, 64, 8, 8), torch.randn(64, 64 // groups, 3, 3)
+    options = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+
+    def both(x: torch.Tensor, weight: torch.Tensor) -> object:
+        y = torch.ops.aten.convolution.default(x, weight, *options)
+        return torch.ops.aten.convolution_backward.default(y, x, weight, *options, (True, True, False))
+
+    graph = make_fx(both, tracing_mode="fake")(x, weight).graph
+    forward, backward = (flops_of(node) for node in graph.nodes if "convolution" in node.name)
+    assert backward == 2 * forward == 4 * 2 * 64 * 64 * (64 // groups) * 9
+
+
 def test_halves_of_one_kind_are_as_fast_as_those_of_the_other() -> None:
     tables = {"matmul.fp32": ((1e3, 1e-5), (1e9, 1e-2)), "matmul.bf16": ((1e3, 1e-5), (1e9, 1e-3))}
     device = replace(DEVICES["h100"], tables=tables)

@@ -12,6 +12,8 @@ import sympy
 from numpy.typing import NDArray
 from torch import SymInt, Tensor
 
+from autoshard.errors import SweepError
+
 Size: TypeAlias = "int | sympy.Expr"
 # what torch writes into the expressions of sizes, for sympy.lambdify; holds for numbers, arrays and sizes of a trace
 OF_TORCH = {
@@ -19,6 +21,13 @@ OF_TORCH = {
     **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), operator.truediv),
     **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
     "CeilToInt": lambda x: -(-x // 1),
+    "FloorToInt": lambda x: x // 1,
+    "TruncToInt": np.trunc,
+    "RoundToInt": np.round,
+    "ToFloat": lambda x: x * 1.0,
+    "BitwiseFn_bitwise_and": lambda x, y: np.asarray(x, dtype=np.int64) & np.asarray(y, dtype=np.int64),
+    "BitwiseFn_bitwise_or": lambda x, y: np.asarray(x, dtype=np.int64) | np.asarray(y, dtype=np.int64),
+    **{f"OpaqueUnaryFn_{function.__name__}": function for function in (np.sqrt, np.exp, np.log, np.log2)},
 }
 Values: TypeAlias = "Mapping[str, NDArray[np.float64] | float]"  # of sizes that are open, by name
 
@@ -58,8 +67,16 @@ class Open:
 def truth(condition: sympy.Basic, values: Values) -> NDArray[np.bool_]:
     """Whether a condition holds, for many points."""
     symbols = sorted(condition.free_symbols, key=str)
-    held = sympy.lambdify(symbols, condition, [OF_TORCH, "numpy"])(*(values[str(s)] for s in symbols))
+    held = _called(sympy.lambdify(symbols, condition, [OF_TORCH, "numpy"]), symbols, values)
     return np.asarray(held, dtype=bool)
+
+
+def _called(compute: Callable[..., Any], symbols: Sequence[sympy.Symbol], values: Values) -> Any:
+    """What torch has another name for cannot be computed."""
+    try:
+        return compute(*(values[str(s)] for s in symbols))
+    except NameError as error:
+        raise SweepError(f"a size of this model is {error.name} of another, which no sweep knows; legal: a plan of each size") from error
 
 
 def shape_of(values: Values) -> tuple[int, ...]:
@@ -74,7 +91,7 @@ def evaluator(sizes: Sequence[Size]) -> Callable[[Values], NDArray[np.float64]]:
 
     def evaluate(values: Values) -> NDArray[np.float64]:
         shape = shape_of(values)
-        found = compute(*(values[str(s)] for s in symbols))
+        found = _called(compute, symbols, values)
         return np.stack([np.broadcast_to(np.asarray(f, dtype=np.float64), shape) for f in found])
 
     return evaluate

@@ -43,10 +43,11 @@ _HARD = {
 _GROUPED = _names("_grouped_mm grouped_mm_fallback grouped_mm_fallback_backward")  # the latter two are transformers', in fp32
 _MATMULS = _names("mm addmm bmm baddbmm _scaled_mm") | _GROUPED
 _LOOKUPS = _names("""
-    embedding embedding_dense_backward look_up_rows reduce_rows index _unsafe_masked_index gather scatter scatter_add index_put
+    embedding embedding_dense_backward look_up_rows reduce_rows index _unsafe_index _unsafe_masked_index gather scatter scatter_add index_put
+    _unsafe_index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
 """)
-_PICKS = _names("embedding look_up_rows index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first about as much as they give
+_PICKS = _names("embedding look_up_rows index _unsafe_index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first about as much as they give
 _REDUCTIONS = _names("""
     sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
@@ -139,7 +140,8 @@ def kind_of(node: Node) -> Kind:
 
 
 def flops_of(node: Node) -> Size:
-    """Floating-point operations of a call, as torch's FlopCounterMode counts them; 0 of what it does not count."""
+    """Floating-point operations of a call, as torch's FlopCounterMode counts them, but for a convolution's groups; 0 of what it does not
+    count."""
     name = op_name(node)
     if name.startswith("_scaled_dot_product"):
         return _attending(node, backward=name.endswith("_backward"))
@@ -150,7 +152,11 @@ def flops_of(node: Node) -> Size:
     if count is None:
         return 0
     args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-    return size_of(count(*args, **kwargs, out_val=_value(node)))
+    counted = size_of(count(*args, **kwargs, out_val=_value(node)))
+    if name != "convolution_backward" or args[-2] == 1 or not args[-1][1]:
+        return counted
+    of_weight = size_of(count(*args[:-1], [False, True, False], out_val=_value(node)))  # torch counts it as if there were no groups
+    return counted - of_weight + of_weight // args[-2]
 
 
 def _attending(node: Node, backward: bool) -> Size:

@@ -132,7 +132,7 @@ def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
 ) -> tuple[Plan, list[Plan]]:
     """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
-    one more that is hardly longer on the wire; stages that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not
+    one more that is hardly longer on the wire and in the optimizer's step; stages that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not
     asked about further; but for the leanest stage, of which it is said by how much."""
     looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
@@ -140,6 +140,7 @@ def _choose(
     def fits(which: int) -> bool:
         return where.budget is None or plans[which].predicted.footprint <= where.budget
 
+    spent = [_moved_by_a_step(plan) / where.cluster.device.bandwidth for plan in plans]
     order = sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint))
     leanest = min(reversed(order), key=lambda s: plans[s].predicted.footprint)
 
@@ -147,7 +148,7 @@ def _choose(
         return which == leanest or where.budget is None or _for_certain(plans[which]) <= where.budget
 
     for which in order:
-        if len({wire[one] for one in whole}) > 1 or (whole and wire[which] > HARDLY * wire[whole[0]]):
+        if len({wire[one] for one in whole}) > 1 or (whole and wire[which] + spent[which] > HARDLY * (wire[whole[0]] + spent[whole[0]])):
             break
         if may_fit(which):
             looked.append(which)
@@ -167,6 +168,12 @@ def _choose(
     said = [_reason(name, p, least if i == chosen else "", where.budget) for i, (name, p) in enumerate(zip(names, plans))]
     said += [f"optimizer {where.unable} cannot step on rows, so every process has all of them"] if where.unable and where.cluster.world > 1 else []
     return plans[chosen].because(*said), [plans[which].because(*said) for which in fitting]
+
+
+def _moved_by_a_step(plan: Plan) -> int:
+    """Bytes that an optimizer's step reads and writes, about."""
+    memory = plan.predicted.memory
+    return 2 * (memory.get("parameters", 0) + memory.get("optimizer", 0)) + memory.get("gradients", 0)
 
 
 def _for_certain(plan: Plan) -> int:

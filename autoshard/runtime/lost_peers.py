@@ -20,7 +20,7 @@ from autoshard.runtime.presence import job_store
 from autoshard.runtime.waiting import Answering, missing, named
 
 _MOMENT = 1.0  # seconds in which all others have left a word; rank 0, which may host the store, stays for another one
-_SIGNS_OF_LOSS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting")
+_SIGNS_OF_LOSS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting", "pair closure")
 _SIGNS_OF_DELAY = ("timed out", "timeout")
 
 

@@ -14,8 +14,8 @@ Where a graph break leaves a frame to Python, Dynamo compiles what that frame ca
 such a frame, so the module becomes a graph of its own, with its gathers and reductions. If it is not compiled
 even so (a recompile limit was hit, or the module that torch.compile was given is called and not what it
 returned), `forward` refuses to run: on rows it would be wrong, and on whole parameters nothing would average
-their gradients. What forward itself raises while Dynamo traces it has the same look: Dynamo leaves that frame to Python from then on,
-to raise it there. So `forward` finds out whether that is why, and Dynamo is made to look at it again. The functions of each subclass have code objects of their own, since Dynamo counts
+their gradients. What forward itself raises while Dynamo traces it has the same look: Dynamo leaves that frame to Python, to raise it
+there. So it runs there, until it asks for a parameter: what it raises before that is its own, and Dynamo is made to look at it again. The functions of each subclass have code objects of their own, since Dynamo counts
 compilations by them.
 """
 
@@ -24,7 +24,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from autoshard.ops.unshard_parameter import unshard_parameter
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.holder import takes_part
 from autoshard.runtime.residue import RESIDUES
-from autoshard.torch_internals import FakeTensorMode, WithStatistics
+from autoshard.torch_internals import WithStatistics
 
 
 def _as_traced(
@@ -86,19 +87,32 @@ def _property(name: str, layout: str, alone: bool, accumulation: Accumulation, o
     is asked than that takes."""
 
     def get(module: nn.Module) -> Tensor | None:
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__} has no parameter {name!r} any more")
         parameter = module._parameters[name]
-        if not torch.compiler.is_compiling() or accumulation.gathered or not isinstance(parameter, nn.Parameter):
+        if not torch.compiler.is_compiling():
+            if accumulation.outside:
+                raise _Used
+            return parameter
+        if accumulation.gathered or not isinstance(parameter, nn.Parameter):
             return parameter  # it may be None, or what torch.func.functional_call puts there for a call: whole, and nobody's rows
         whole = unshard_parameter(parameter, layout) if alone else _as_traced(module, name, layout, accumulation)
         return whole.to(parameter.dtype) if own_dtype else whole
 
-    return property(_with_own_code(get))
+    def put(module: nn.Module, value: object) -> None:
+        raise UnsupportedError(
+            f"parameter {name!r} of a {type(module).__name__} cannot become something else after the first call; legal: prune, parametrize "
+            "and the like before it, and their removal on a plain model that loads autoshard.state_dict"
+        )
+
+    return property(_with_own_code(get), put)
 
 
 def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) -> Callable[..., Any]:
     """See [Note: Forward outside of a graph]. With a compute dtype, in which gathered parameters then are, floating
     inputs are taken to it."""
     inner = cls.forward
+    as_python = _untraced(inner)
 
     def cast(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -108,11 +122,22 @@ def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if compute is not None and not accumulation.gathered:
             args, kwargs = tree_map(cast, (args, kwargs))
-        if not torch.compiler.is_compiling() and not accumulation.gathered:
-            _refuse_outside(self, args, kwargs, accumulation, compute)
+        if not torch.compiler.is_compiling() and not accumulation.gathered and _stands_outside(self):
+            _outside(self, functools.partial(as_python, self, *args, **kwargs), accumulation)
         return inner(self, *args, **kwargs)
 
     return _with_own_code(forward)
+
+
+def _untraced(function: Any) -> Any:
+    """A copy into which Dynamo does not look, while it does into what that calls."""
+    if not isinstance(function, FunctionType):
+        return function
+    copied = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return torch.compiler.disable(copied, recursive=False)
 
 
 def _with_own_code(function: Any) -> Any:
@@ -121,34 +146,37 @@ def _with_own_code(function: Any) -> Any:
     return function
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_outside(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accumulation: Accumulation, compute: torch.dtype | None
-) -> None:
-    """See [Note: Forward outside of a graph]."""
-    trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in module._parameters.values())
-    if trained or any(isinstance(p, DTensor) for p in module._parameters.values()):
-        torch_internals.look_again()
-        with accumulation.as_gathered():
-            _raise_its_own(module, args, kwargs, compute)
-        raise UnsupportedError(
-            f"a {type(module).__name__} that autoshard {'trains' if trained else 'sharded'} was called outside of any "
-            "compiled graph. Call what torch.compile returned, or compile in place with model.compile(backend=...); for "
-            "generate or evaluation in eager enter `with autoshard.gathered(model):` on all processes. If Dynamo gave up "
-            "compiling it (at its recompile_limit, at torch.compiler.disable, or at a graph break inside of torch.utils.checkpoint, all of "
-            "which torch then runs without Dynamo), see TORCH_LOGS=recompiles,graph_breaks"
-        )
+class _Used(BaseException):
+    """A parameter was asked for outside of any graph; no user's `except Exception` is meant."""
 
 
-def _raise_its_own(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compute: torch.dtype | None) -> None:
-    """What forward itself raises of such arguments: found with tensors that have no values, so not what those may be the reason of."""
+def _stands_outside(module: nn.Module) -> bool:
+    parameters = [p for p in module._parameters.values() if p is not None]
+    return any(isinstance(p, DTensor) for p in parameters) or _is_trained(parameters)
 
-    def whole(parameter: nn.Parameter) -> Tensor:
-        dtype = compute if compute is not None and parameter.is_floating_point() else parameter.dtype
-        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
 
-    with contextlib.suppress(RuntimeError), FakeTensorMode(allow_non_fake_inputs=True):
-        torch.func.functional_call(module, {name: whole(p) for name, p in module.named_parameters()}, args, kwargs)
+def _is_trained(parameters: Sequence[nn.Parameter]) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+
+
+@functools.partial(torch.compiler.disable, recursive=False)  # type: ignore[untyped-decorator]
+def _outside(module: nn.Module, forward: Callable[..., Any], accumulation: Accumulation) -> None:
+    """Forward, as Python runs it: raises what it raises before it asks for a parameter, or else UnsupportedError."""
+    torch_internals.look_again()
+    before, accumulation.outside = accumulation.outside, True
+    with contextlib.suppress(_Used):
+        try:
+            forward()
+        finally:
+            accumulation.outside = before
+    trained = _is_trained([p for p in module._parameters.values() if p is not None])
+    raise UnsupportedError(
+        f"{type(module).__name__}, which autoshard {'trains' if trained else 'sharded'}, was called outside of any "
+        "compiled graph. Call what torch.compile returned, or compile in place with model.compile(backend=...); for "
+        "generate or evaluation in eager enter `with autoshard.gathered(model):` on all processes. If Dynamo gave up "
+        "compiling it (at its recompile_limit, at torch.compiler.disable, at an error that forward raises, or at a graph break inside of "
+        "torch.utils.checkpoint, all of which torch then runs without Dynamo), see TORCH_LOGS=recompiles,graph_breaks"
+    )
 
 
 def sharded_class(

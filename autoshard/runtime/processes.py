@@ -129,9 +129,9 @@ def _refuse_slow_transport(device: torch.device) -> None:
 
 def _meet(patience: Patience) -> Any:
     """Waits until every process wants the group: torch, which would wait too, cannot say for whom."""
-    store, rank, size = patience.wait_for_store(), launched_rank(), launched_size()
-    Agreement(store, rank, size, f"job{next(_count_groups)}", "the job", patience).reach({}, lambda _: "")
-    return store
+    store, rank, size, number = patience.wait_for_store(), launched_rank(), launched_size(), next(_count_groups)
+    Agreement(store, rank, size, f"job{number}", "the job", patience).reach({}, lambda _: "")
+    return dist.PrefixStore(f"group{number}", store)  # type: ignore[attr-defined]  # where no address is of one that was destroyed
 
 
 _count_groups = itertools.count()
@@ -203,10 +203,12 @@ def end_well() -> None:
     global _ending
     if not _ending:
         _ending = True
-        atexit.register(_end)
+        atexit.register(_end, os.getpid())
 
 
-def _end() -> None:
+def _end(process: int) -> None:
+    if os.getpid() != process:  # a copy of it, of which the others know nothing
+        return
     if not dist.is_initialized():
         time.sleep(_QUIET_SECONDS)
         return
