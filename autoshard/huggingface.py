@@ -71,14 +71,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """See `autoshard.no_sync`."""
         return no_sync(model)
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """Refused where gradients wait: of a forward inside `no_sync` it is decided by then that nothing is reduced."""
         if any(accumulation.waiting() for accumulation in accumulations_in(model)):
             raise UnsupportedError(
                 "trigger_sync_in_backward: a backward of a forward inside no_sync reduces nothing at stages 0 and 1; legal: the last "
                 "forward outside of no_sync"
             )
-        return super().trigger_sync_in_backward(model)  # type: ignore[no-any-return]
+        return accelerate.Accelerator.trigger_sync_in_backward(model)  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
         """The norm over all processes, as a plain tensor."""
@@ -154,6 +155,9 @@ def _generate_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
     texts are long. A collective where the model is sharded; before its first call, without torch.compile."""
     with gathered(model) if states_in(model) else torch.compiler.set_stance("force_eager"):
         return type(model).generate(model, *args, **kwargs)
+
+
+_generate_whole.__name__ = "generate"  # by which a model that is saved before it is sharded finds its own again
 
 
 def _refuse_safetensors(models: list[nn.Module], folder: str) -> None:

@@ -212,7 +212,8 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     least = peaks[0] if peaks else 0  # nothing is reserved that is less than what is held
     reserved = [bytes_text(max(least, round((predicted.reserved or 0) * (1 + e)))) for e in predicted.reserved_error or ()]
     more = [_sure("Reserved were", reserved, never)] if reserved else []
-    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), _sure("Measured peaks were", list(map(bytes_text, peaks)), never), *more]
+    measured = _sure("Measured peaks were", list(map(bytes_text, peaks)), never)
+    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), measured, *more]
 
 
 def _accumulating(plan: Plan) -> list[RenderableType]:

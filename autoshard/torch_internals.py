@@ -122,6 +122,7 @@ __all__ = [
     "module_path",
     "norm_of_each",
     "order_of_strides",
+    "original_names",
     "original_of",
     "placements_of_each",
     "put_random_states_first",
@@ -135,8 +136,8 @@ __all__ = [
     "repeats_stay",
     "restart_trace",
     "rows_of_each",
-    "saves_by",
     "runs_in_python",
+    "saves_by",
     "schema_of",
     "share_memory",
     "sizes_in",
@@ -339,6 +340,11 @@ def original_of(module: torch.nn.Module) -> torch.nn.Module:
     return original
 
 
+def original_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict under the names that it has where nothing is compiled. Seen: 2.11, 2.13."""
+    return {".".join(part for part in name.split(".") if part != "_orig_mod"): value for name, value in state.items()}
+
+
 def backend_of(module: Any) -> Any:
     """The backend that torch.compile(module) or module.compile() was given; None if the module is not compiled."""
     if isinstance(module, OptimizedModule):
@@ -508,7 +514,7 @@ def recompile_limit() -> int:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def look_again() -> None:
     """Has Dynamo look again at the forwards that run here as Python, from their next call on: what it gave up once, as where a forward
-    raises an error, it never looks at again. One that it compiled runs as code of its own, and stays. Seen: 2.11, 2.13."""
+    raises an error, it never looks at again. It forgets what it compiled of them. Seen: 2.11, 2.13."""
     for frame, _ in _forwards_in_python():
         reset_code(frame.f_code)
 
@@ -523,12 +529,16 @@ def _forwards_in_python() -> Iterator[tuple[Any, torch.nn.Module]]:
     were asked for keeps them all, also what it deletes (Python before 3.13)."""
     for frame in (frame for frame in _frames() if frame.f_code.co_name == "forward"):
         module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module) and any(_code_of(kind) is frame.f_code for kind in type(module).__mro__):
+        if isinstance(module, torch.nn.Module) and any(code is frame.f_code for kind in type(module).__mro__ for code in _codes_of(kind)):
             yield frame, module
 
 
-def _code_of(kind: type) -> Any:
-    return getattr(kind.__dict__.get("forward"), "__code__", None)
+def _codes_of(kind: type) -> Iterator[Any]:
+    """Of a class's own forward, and of what decorators put around it."""
+    function = kind.__dict__.get("forward")
+    while function is not None:
+        yield getattr(function, "__code__", None)
+        function = getattr(function, "__wrapped__", None)
 
 
 def suppressed_errors() -> bool:

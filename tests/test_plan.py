@@ -79,13 +79,13 @@ def test_a_stage_whose_messages_take_hardly_longer_is_looked_at_too(slow: float,
     assert max(g.degrees.stage for g in plan.groups) == chosen and set(asked) == {0, 1}
 
 
-@pytest.mark.parametrize(("states", "seen"), [(0, {0}), (24, {0, 1})])
-def test_a_stage_whose_step_makes_up_for_its_messages_is_looked_at_too(states: int, seen: set[int]) -> None:
-    """On one more process than a gather pays for, as it takes a message more."""
+@pytest.mark.parametrize(("states", "seen"), [(0, [0]), (24, [0, 1])])
+def test_a_stage_whose_step_makes_up_for_its_messages_is_looked_at_too(states: int, seen: list[int]) -> None:
+    """Of small groups a gather and a reduction take longer than a sum, by what each message takes."""
     forecast, asked = _taking({0: 2.0, 1: 1.5, 2: 1.5, 3: 0.1})
     small = Inventory("Net", tuple(info(f"layers.{i}.up", 512, 512) for i in range(4)))
     make_plan(small, Config(), dataclasses.replace(where(8), optimizer_states=states), forecast)
-    assert set(asked) - {2} == seen
+    assert asked == seen
 
 
 def test_an_optimizer_is_made_by_what_can_be_called() -> None:

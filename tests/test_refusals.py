@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
+import torch.nn.utils.parametrizations
 import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -230,6 +231,12 @@ def pruned_later() -> None:
     torch.nn.utils.prune.l1_unstructured(model.up, "weight", amount=0.3)
 
 
+def parametrized_later() -> None:
+    model = Net()
+    torch.compile(model, backend=autoshard.backend(config(3)))(torch.ones(4, 8)).backward()
+    torch.nn.utils.parametrizations.weight_norm(model.up)
+
+
 def a_sparse_buffer() -> None:
     model = Net()
     model.register_buffer("adjacent", torch.eye(4).to_sparse())
@@ -239,6 +246,7 @@ def a_sparse_buffer() -> None:
 CASES: dict[Callable[[], None], str] = {
     a_plain_list: "a parameter of shape (8, 8) is in no module of the model, or of another model; legal: modules that hold it as",
     pruned_later: "parameter 'weight' of a Linear cannot become something else after the first call; legal: prune, parametrize and the like",
+    parametrized_later: "parameter 'weight' of a Linear cannot become something else after the first call; legal: prune, parametrize and",
     a_sparse_buffer: "buffer 'adjacent' is torch.sparse_coo, which rank 0 cannot send; legal: Config(buffers=\"local\")",
     distributed_already: "parameter 'up.weight' is a DTensor already",
     sharded_by_fsdp: "is wrapped by fully_shard; autoshard takes the plain module",

@@ -147,12 +147,12 @@ def _in_place(out: Program) -> None:
 
 
 def _could_lie_over(operation: Operation, made: int) -> Sequence[int]:
-    """The inputs whose memory a result could take. An all-reduce is in place, or a kernel that copies, and then changes the copy; so is
-    what writes to some places of its first input."""
-    if operation.name != IN_PLACE and not (operation.code is not None and (fusible(operation) or operation.name == ALL_REDUCE)):
-        written = operation.code is not None and op_name(operation.node) in _WRITES_INTO
-        return operation.reads[:1] if written else ()
-    return operation.over.get(made, operation.reads)
+    """The inputs whose memory a result could take. An all-reduce is in place, or, in generated code, a kernel that copies, and then changes
+    the copy; so is there what writes to some places of its first input."""
+    generated = operation.code is not None
+    if operation.name == IN_PLACE or (generated and (fusible(operation) or operation.name == ALL_REDUCE)):
+        return operation.over.get(made, operation.reads)
+    return operation.reads[:1] if generated and op_name(operation.node) in _WRITES_INTO else ()
 
 
 def _copy_to_channels_last(out: Program) -> None:

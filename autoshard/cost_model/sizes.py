@@ -21,6 +21,10 @@ OF_TORCH = {
     **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), operator.truediv),
     **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
     "CeilToInt": lambda x: -(-x // 1),
+}
+# also of many points at once
+OF_ARRAYS = {
+    **OF_TORCH,
     "FloorToInt": lambda x: x // 1,
     "TruncToInt": np.trunc,
     "RoundToInt": np.round,
@@ -67,7 +71,7 @@ class Open:
 def truth(condition: sympy.Basic, values: Values) -> NDArray[np.bool_]:
     """Whether a condition holds, for many points."""
     symbols = sorted(condition.free_symbols, key=str)
-    held = _called(sympy.lambdify(symbols, condition, [OF_TORCH, "numpy"]), symbols, values)
+    held = _called(sympy.lambdify(symbols, condition, [OF_ARRAYS, "numpy"]), symbols, values)
     return np.asarray(held, dtype=bool)
 
 
@@ -87,7 +91,7 @@ def shape_of(values: Values) -> tuple[int, ...]:
 def evaluator(sizes: Sequence[Size]) -> Callable[[Values], NDArray[np.float64]]:
     """All of these at once, for many points: (sizes × points) from an array of values for each name."""
     symbols = sorted(set().union(*(s.free_symbols for s in sizes if isinstance(s, sympy.Expr))), key=str)
-    compute = sympy.lambdify(symbols, list(sizes), [OF_TORCH, "numpy"], cse=True)
+    compute = sympy.lambdify(symbols, list(sizes), [OF_ARRAYS, "numpy"], cse=True)
 
     def evaluate(values: Values) -> NDArray[np.float64]:
         shape = shape_of(values)

@@ -47,7 +47,8 @@ _LOOKUPS = _names("""
     _unsafe_index_put
     _unsafe_masked_index_put_accumulate index_select nll_loss_forward nll_loss_backward
 """)
-_PICKS = _names("embedding look_up_rows index _unsafe_index _unsafe_masked_index gather index_select nll_loss_forward")  # read of the first about as much as they give
+# read of the first about as much as they give
+_PICKS = _names("embedding look_up_rows index _unsafe_index _unsafe_masked_index gather index_select nll_loss_forward")
 _REDUCTIONS = _names("""
     sum mean amax amin var_mean var any all max min cumsum _softmax _log_softmax _safe_softmax _softmax_backward_data
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward

@@ -6,6 +6,7 @@ import atexit
 import functools
 import hashlib
 import importlib.util
+import os
 import shutil
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
@@ -46,13 +47,18 @@ def _file(name: str, text: str) -> Path:
     path = cache_folder() / "kernels" / name
     if readable(path) and path.read_text() == text or write_at_once(path, text):
         return path
-    path = _folder_of_this_process() / name
+    path = _folder_of(os.getpid()) / name
     path.write_text(text)
     return path
 
 
 @functools.cache
-def _folder_of_this_process() -> Path:
+def _folder_of(process: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="autoshard_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    def remove() -> None:
+        if os.getpid() == process:  # not where a copy of it ends
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder

@@ -31,7 +31,7 @@ from autoshard.plan import COMPRESSIONS, OPTIMIZER_STATES, POWERSGD, Degrees, Pa
 from autoshard.prediction import Prediction, Traffic
 from autoshard.units import bytes_text, counted
 
-HARDLY = 1.2  # times as long on the wire
+HARDLY = 1.2  # times as long
 
 
 Axes = tuple[tuple[str, int], ...]
@@ -132,15 +132,15 @@ def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
 ) -> tuple[Plan, list[Plan]]:
     """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
-    one more that is hardly longer on the wire and in the optimizer's step; stages that are as long as each other, as 1 and 2 are, count as one. What cannot fit is not
-    asked about further; but for the leanest stage, of which it is said by how much."""
+    one more whose messages hardly take longer, by themselves or together with the optimizer's step; stages whose messages take as long as
+    each other's, as those of 1 and 2, count as one. What cannot fit is not asked about further; but for the leanest stage, of which it is said by how much."""
     looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
     def fits(which: int) -> bool:
         return where.budget is None or plans[which].predicted.footprint <= where.budget
 
-    spent = [_moved_by_a_step(plan) / where.cluster.device.bandwidth for plan in plans]
+    known = [time + _moved_by_a_step(plan) / where.cluster.device.bandwidth for time, plan in zip(wire, plans)]
     order = sorted(range(len(plans)), key=lambda s: (wire[s], plans[s].predicted.footprint))
     leanest = min(reversed(order), key=lambda s: plans[s].predicted.footprint)
 
@@ -148,7 +148,7 @@ def _choose(
         return which == leanest or where.budget is None or _for_certain(plans[which]) <= where.budget
 
     for which in order:
-        if len({wire[one] for one in whole}) > 1 or (whole and wire[which] + spent[which] > HARDLY * (wire[whole[0]] + spent[whole[0]])):
+        if len({wire[one] for one in whole}) > 1 or (whole and all(took[which] > HARDLY * took[whole[0]] for took in (wire, known))):
             break
         if may_fit(which):
             looked.append(which)
@@ -166,7 +166,8 @@ def _choose(
     least = "the least time of those that were simulated and fit" if simulated else "the least time on the wire of those that fit"
     names = _names(config, where)
     said = [_reason(name, p, least if i == chosen else "", where.budget) for i, (name, p) in enumerate(zip(names, plans))]
-    said += [f"optimizer {where.unable} cannot step on rows, so every process has all of them"] if where.unable and where.cluster.world > 1 else []
+    if where.unable and where.cluster.world > 1:
+        said.append(f"optimizer {where.unable} cannot step on rows, so every process has all of them")
     return plans[chosen].because(*said), [plans[which].because(*said) for which in fitting]
 
 

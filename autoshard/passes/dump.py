@@ -79,4 +79,6 @@ class Dump:
             with (self.folder / name).open(mode) as file:
                 file.write(text)
         except OSError as error:
-            raise ConfigError(f"dump_dir (or AUTOSHARD_DUMP): {str(self.folder / name)!r} cannot be written ({error.strerror}); legal: a folder with room") from error
+            raise ConfigError(
+                f"dump_dir (or AUTOSHARD_DUMP): {str(self.folder / name)!r} cannot be written ({error.strerror}); legal: a folder with room"
+            ) from error

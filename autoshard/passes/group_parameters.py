@@ -21,8 +21,8 @@ def group_parameters(
     """(name, parameters, may be sharded) in the order of first use. stacks: see [Note: Stacks].
 
     Parameters of one block form a group even if others come between; those of no block form a group with
-    their neighbours. What is too small or cannot be cut (no rows, a dtype that not every transport takes) is one group of whole parameters, whose uses are
-    spread: it has no gather, and its one reduction is complete when backward comes to what forward used first of it.
+    their neighbours. What is too small or cannot be cut (no rows, a dtype that not every transport takes) is one group of whole parameters,
+    whose uses are spread: it has no gather, and its one reduction is complete when backward comes to what forward used first of it.
     """
     cut = [p for p in inventory.parameters if _can_cut(p, replicate_below)]
     whole = tuple(p for p in inventory.parameters if not _can_cut(p, replicate_below))

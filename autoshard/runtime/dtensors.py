@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,17 +38,20 @@ def over_processes(part: Tensor, tensor: Tensor) -> Tensor:
     return DTensor.from_local(part, tensor.device_mesh, lying, run_check=False).full_tensor()
 
 
-def telling_rows(wholes: Iterable[Any]) -> Callable[[], None]:
-    """Tells the rows of the DTensors among these of what was written since now. Torch counts that by the DTensor, while a graph that
-    gathers again saves its rows, and would gather what they are by then."""
-    before = [(whole, torch_internals.times_written(whole)) for whole in wholes if isinstance(whole, DTensor)]
+@dataclass(eq=False)
+class Written:
+    """Tells rows of what was written to their DTensors. Torch counts that by the DTensor, while a graph that gathers again saves rows, and
+    would gather what they are by then."""
 
-    def tell() -> None:
-        written = [whole.to_local() for whole, times in before if torch_internals.times_written(whole) != times]
-        if written:
-            torch.autograd.graph.increment_version(written)
+    _times: dict[int, int] = field(default_factory=dict)
 
-    return tell
+    def tell(self, wholes: Sequence[Any]) -> None:
+        """To be called before a graph saves rows of the DTensors among these, and before its backward takes them."""
+        times = {id(whole): torch_internals.times_written(whole) for whole in wholes if isinstance(whole, DTensor)}
+        changed = {key for key, now in times.items() if self._times.get(key, now) != now}
+        self._times |= times
+        if changed:
+            torch.autograd.graph.increment_version([whole.to_local() for whole in wholes if id(whole) in changed])
 
 
 def taking_rows(run: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:

@@ -26,7 +26,6 @@ from autoshard.runtime.meetings import Meetings
 
 MOST = 8  # calls of one kind in a row, behind which one more is expected
 
-
 UNSTEPPED = ", no step since the training call before"
 BUFFER = "forward broadcast "  # begins the line of a buffer that becomes rank 0's before the call
 
@@ -108,6 +107,7 @@ class Lockstep:
         self._meet(what if self.stepped else what + UNSTEPPED)
 
     def _meet(self, what: str) -> None:
+        """As `come`; a call says itself whether there was a step."""
         try:
             self._meetings.meet(f"{what}, of a sharded model", {"its call": what})
         except DisagreementError as error:

@@ -1,8 +1,8 @@
 """What a transport says when another process is gone, as an error with a name.
 
 [Note: Who is lost] A transport names an address. So each process that loses another one leaves a word of that in the store, and a moment
-later names those that left none: they died, stand still, or ended by an error of their own. Where one closes its connections all others
-lose it at once.
+later says who left none: who died, stands still, or ended by an error of its own, and who has not come to a collective since. Where one
+closes its connections all that are in a collective with it lose it at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.errors import AutoshardError, PeerLostError
 from autoshard.runtime.presence import job_store
 from autoshard.runtime.waiting import Answering, missing, named
 
-_MOMENT = 1.0  # seconds in which all others have left a word; rank 0, which may host the store, stays for another one
+_MOMENT = 1.0  # seconds in which all others have left a word, and in which they have asked
 _SIGNS_OF_LOSS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting", "pair closure")
 _SIGNS_OF_DELAY = ("timed out", "timeout")
 
@@ -36,8 +36,8 @@ def naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
                 raise PeerLostError(
-                    f"rank {dist.get_rank()} lost {_who() or 'another process'} of the job in a collective "
-                    f"({_what_happened(str(error))}); look at its own log. ({error})"
+                    f"rank {dist.get_rank()} lost another process of the job in a collective "
+                    f"({_what_happened(str(error))}{_who()}); look at its own log. ({error})"
                 ) from error
             raise
 
@@ -45,16 +45,16 @@ def naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _who() -> str:
-    """Those that left no word of a loss; "" where that is not known. See [Note: Who is lost]."""
-    rank, store = dist.get_rank(), Answering(job_store("autoshard/lost"), _MOMENT)
+    """In words, those that left no word of a loss; "" where that is not known. See [Note: Who is lost]."""
+    silent: list[int] = []
     with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one
-        store.set(str(rank), "")
+        rank, store = str(dist.get_rank()), Answering(job_store("autoshard/lost"), _MOMENT)
+        store.set(rank, "")
         time.sleep(_MOMENT)
         silent = missing(store, range(dist.get_world_size()))
-        if rank == 0:
-            time.sleep(_MOMENT)
-        return named(silent) if silent else ""
-    return ""
+        time.sleep(_MOMENT)  # in which others ask; rank 0 may host the store
+        store.delete_key(rank)
+    return f"; no word of it from {named(silent)}" if silent else ""
 
 
 def _what_happened(said: str) -> str:

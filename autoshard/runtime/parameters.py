@@ -15,18 +15,18 @@ such a frame, so the module becomes a graph of its own, with its gathers and red
 even so (a recompile limit was hit, or the module that torch.compile was given is called and not what it
 returned), `forward` refuses to run: on rows it would be wrong, and on whole parameters nothing would average
 their gradients. What forward itself raises while Dynamo traces it has the same look: Dynamo leaves that frame to Python, to raise it
-there. So it runs there, until it asks for a parameter: what it raises before that is its own, and Dynamo is made to look at it again. The functions of each subclass have code objects of their own, since Dynamo counts
-compilations by them.
+there. So it runs there, until it asks for a parameter: what it raises before that is its own, and Dynamo is made to look at it again.
+The functions of each subclass have code objects of their own, since Dynamo counts compilations by them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -82,30 +82,35 @@ def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _as_it_is(module: nn.Module, name: str, accumulation: Accumulation) -> nn.Parameter | None:
+    if accumulation.outside == threading.get_ident():
+        raise _Used
+    if name not in module._parameters:  # it is about to become something else, of which `hasattr` may be asked
+        raise AttributeError(name)
+    return module._parameters[name]
+
+
+def _refuse_change(module: nn.Module, name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"parameter {name!r} of a {type(module).__name__} cannot become something else after the first call; legal: prune, parametrize "
+        "and the like before it, and their removal in a plain model that loads autoshard.state_dict"
+    )
+
+
 def _property(name: str, layout: str, alone: bool, accumulation: Accumulation, own_dtype: bool = False) -> property:
     """alone: its layout says all of the parameter. own_dtype: it is used beside statistics. Dynamo follows what is asked of each, so no more
     is asked than that takes."""
 
     def get(module: nn.Module) -> Tensor | None:
-        if name not in module._parameters:
-            raise AttributeError(f"{type(module).__name__} has no parameter {name!r} any more")
-        parameter = module._parameters[name]
         if not torch.compiler.is_compiling():
-            if accumulation.outside:
-                raise _Used
-            return parameter
+            return _as_it_is(module, name, accumulation)
+        parameter = module._parameters[name]
         if accumulation.gathered or not isinstance(parameter, nn.Parameter):
             return parameter  # it may be None, or what torch.func.functional_call puts there for a call: whole, and nobody's rows
         whole = unshard_parameter(parameter, layout) if alone else _as_traced(module, name, layout, accumulation)
         return whole.to(parameter.dtype) if own_dtype else whole
 
-    def put(module: nn.Module, value: object) -> None:
-        raise UnsupportedError(
-            f"parameter {name!r} of a {type(module).__name__} cannot become something else after the first call; legal: prune, parametrize "
-            "and the like before it, and their removal on a plain model that loads autoshard.state_dict"
-        )
-
-    return property(_with_own_code(get), put)
+    return property(_with_own_code(get), lambda module, _: _refuse_change(module, name))
 
 
 def _forward(cls: Any, compute: torch.dtype | None, accumulation: Accumulation) -> Callable[..., Any]:
@@ -160,15 +165,18 @@ def _is_trained(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 @functools.partial(torch.compiler.disable, recursive=False)  # type: ignore[untyped-decorator]
-def _outside(module: nn.Module, forward: Callable[..., Any], accumulation: Accumulation) -> None:
+def _outside(module: nn.Module, forward: Callable[..., Any], accumulation: Accumulation) -> NoReturn:
     """Forward, as Python runs it: raises what it raises before it asks for a parameter, or else UnsupportedError."""
-    torch_internals.look_again()
-    before, accumulation.outside = accumulation.outside, True
-    with contextlib.suppress(_Used):
-        try:
-            forward()
-        finally:
-            accumulation.outside = before
+    before, accumulation.outside = accumulation.outside, threading.get_ident()
+    try:
+        forward()
+    except _Used:
+        pass  # which is what UnsupportedError says
+    except Exception:
+        torch_internals.look_again()
+        raise
+    finally:
+        accumulation.outside = before
     trained = _is_trained([p for p in module._parameters.values() if p is not None])
     raise UnsupportedError(
         f"{type(module).__name__}, which autoshard {'trains' if trained else 'sharded'}, was called outside of any "
@@ -208,6 +216,7 @@ def _make_class(
         for name, layout, alone in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
+    body["__delattr__"] = _deleting({name for name, *_ in layouts})
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)
     if callable(getattr(cls, "forward", None)):
         body["forward"] = _forward(cls, compute, accumulation)
@@ -225,6 +234,17 @@ def _named_alike(cls: type, body: dict[str, Any]) -> type:
     """A subclass that goes by the name of `cls`, which may be one already."""
     bases = (cls,) if issubclass(cls, _Quiet) else (_Quiet, cls)
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
+
+
+def _deleting(names: Collection[str]) -> Callable[[nn.Module, str], None]:
+    """As parametrizations do it before they put themselves there."""
+
+    def delete(module: nn.Module, name: str) -> None:
+        if name in names and name in module._parameters:
+            _refuse_change(module, name)
+        nn.Module.__delattr__(module, name)
+
+    return delete
 
 
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:

@@ -27,7 +27,7 @@ from autoshard.ops.early import Early
 from autoshard.plan import Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.buffers import Buffers
-from autoshard.runtime.dtensors import refuse_strange_rows, telling_rows
+from autoshard.runtime.dtensors import Written, refuse_strange_rows
 from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import BUFFER, Call, Lockstep, before_backward
 from autoshard.runtime.lost_peers import naming_lost_peers
@@ -61,6 +61,7 @@ class ModelState:
     replicas: Replicas | None = None
     number: int = field(default_factory=itertools.count().__next__, init=False)
     accumulation: Accumulation = field(default_factory=Accumulation)
+    written: Written = field(default_factory=Written)
     compiled: set[int] = field(default_factory=set)
     fuses: bool = False
     early: Early | None = None
@@ -141,13 +142,14 @@ class ModelState:
             if changed:
                 everyones = state.buffers.take_rank_0_s(changed)
                 args = tuple(everyones.get(id(arg), arg) for arg in args)
-            tell = telling_rows(args[i] for i in positions) if training and state.plan.sharded else None
+            rows = [args[i] for i in positions] if training and state.plan.sharded else []
+            state.written.tell(rows)
             out = run(*args)
             if state._shares_buffers:
                 state.buffers.note()
             called(out)
-            if tell is not None:
-                before_backward(out, tell)
+            if rows:
+                before_backward(out, functools.partial(state.written.tell, rows))
             if state.accumulation.mode == "flush" and training:
                 state.accumulation.take(collectives.reduced(given))
             return out

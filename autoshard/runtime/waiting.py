@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -68,12 +68,14 @@ class Answering:
         return lambda *given: self._answer(lambda: ask(*given))
 
     def _answer(self, ask: Callable[[], Any]) -> Any:
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        _asked(os.getpid()).put((ask, answers))
+        asked, question = _asked(os.getpid()), _Question(ask)
+        asked.put(question)
         try:
-            found, error = answers.get(timeout=self.seconds)
+            found, error = question.answers.get(timeout=self.seconds)
         except queue.Empty:
-            _asked.cache_clear()
+            question.given_up = True
+            if _asked(os.getpid()) is asked:
+                _asked.cache_clear()
             raise PeerLostError(
                 f"the process that hosts the job's store (rank 0, most often) gave no answer for {self.seconds:g} s: it is stopped, or its "
                 "machine is gone; look at its own log"
@@ -83,19 +85,31 @@ class Answering:
         return found
 
 
+@dataclass(eq=False)
+class _Question:
+    """given_up: nobody waits for the answer, so what was not asked by then is not."""
+
+    ask: Callable[[], Any]
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = field(default_factory=queue.SimpleQueue)
+    given_up: bool = False
+
+    def answer(self) -> None:
+        if self.given_up:
+            return
+        try:
+            self.answers.put((self.ask(), None))
+        except BaseException as error:  # raised where the answer is waited for
+            self.answers.put((None, error))
+
+
 @functools.cache
-def _asked(process: int) -> queue.SimpleQueue[Any]:
+def _asked(process: int) -> queue.SimpleQueue[_Question]:
     """What a thread of this process is to ask. See [Note: Who asks]."""
-    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[_Question] = queue.SimpleQueue()
 
     def serve() -> None:
         while True:
-            ask, answers = asked.get()
-            try:
-                answers.put((ask(), None))
-            except BaseException as error:  # raised where the answer is waited for
-                answers.put((None, error))
-            del ask, answers
+            asked.get().answer()
 
     threading.Thread(target=serve, name="autoshard asks the store", daemon=True).start()
     return asked

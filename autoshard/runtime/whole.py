@@ -12,9 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.shard import full_value
-from autoshard.torch_internals import storage_of
-
-COMPILED = "_orig_mod."  # what torch puts before the names of what a compiled module holds
+from autoshard.torch_internals import original_names, storage_of
 
 
 def state_of_module(module: nn.Module) -> dict[str, Any]:
@@ -24,7 +22,7 @@ def state_of_module(module: nn.Module) -> dict[str, Any]:
         before = first.setdefault(id(parameter), name)
         if name in state and before in state and _lie_together(state[name], state[before]):
             state[name] = state[before]
-    return {name.replace(COMPILED, ""): value for name, value in state.items()}
+    return original_names(state)
 
 
 def _lie_together(one: Any, other: Any) -> bool:
