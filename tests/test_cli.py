@@ -64,7 +64,9 @@ def with_adafactor():
     return Net(), torch.zeros(2, 4096), lambda ps: torch.optim.Adafactor(ps)
 
 def with_muon():
-    return Net(), torch.zeros(2, 4096), lambda ps: [torch.optim.Muon([p for p in ps if p.dim() == 2]), torch.optim.SGD([p for p in ps if p.dim() < 2])]
+    def factory(ps):
+        return [torch.optim.Muon([p for p in ps if p.dim() == 2]), torch.optim.SGD([p for p in ps if p.dim() < 2])]
+    return Net(), torch.zeros(2, 4096), factory
 
 def of_numbers():
     return Net(), torch.zeros(2, 4096), [rate.item() for rate in torch.linspace(0, 0.1, 3)]

@@ -176,7 +176,8 @@ def test_a_process_that_dies_in_mid_step_ends_the_others(codegen: str, moment: s
     assert dead.code == 9
     for rank, survivor in ((0, first), (2, third)):
         assert survivor.code not in (0, -6), survivor.output
-        assert f"PeerLostError: rank {rank} lost another process of the job in a collective (it died, or ended; no word of it from rank 1)" in survivor.output
+        assert f"PeerLostError: rank {rank} lost another process of the job in a collective" in survivor.output, survivor.output
+        assert "(it died, or ended; no word of it from rank 1)" in survivor.output, survivor.output
 
 
 @pytest.mark.parametrize("moment", ["forward", pytest.param("backward", marks=pytest.mark.full)])

@@ -70,7 +70,9 @@ def test_signs_are_given_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "rank 0 could not listen at"), ("1", "rank 0 did not come to the job: for 0.1 s nothing answered at")])
+@pytest.mark.parametrize(
+    ("rank", "said"), [("0", "rank 0 could not listen at"), ("1", "rank 0 did not come to the job: for 0.1 s nothing answered at")]
+)
 def test_a_port_that_another_has_is_not_a_process_that_is_missing(monkeypatch: pytest.MonkeyPatch, rank: str, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
