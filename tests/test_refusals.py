@@ -262,8 +262,7 @@ CASES: dict[Callable[[], None], str] = {
     mapped_over_rows: "forward uses parameter 'up.weight' in a transform of functions",
     memory_shared_by_a_buffer: "parameter 'up.weight' and buffer 'first' share memory",
     memory_shared_by_parameters: "parameter 'up.weight' and parameter 'down.weight' share memory",
-    # torch 2.11's own error, with the user's line
-    inside_cond: "a region of its own uses parameters of 'up'" if torch.__version__ >= (2, 13) else "torch.cond(x.sum() > 0",
+    inside_cond: "a region of its own uses parameters of 'up'",
     list_from_before: "this parameter was sharded by autoshard and is empty now",
     penalty_on_a_list_from_before: "this parameter was sharded by autoshard and is empty now",
     read_by_another_module: "this parameter was sharded by autoshard and is empty now",
