@@ -216,7 +216,7 @@ def _make_class(
         for name, layout, alone in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
-    body["__delattr__"] = _deleting({name for name, *_ in layouts})
+    body["__delattr__"] = _deleting(cls, {name for name, *_ in layouts})
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)
     if callable(getattr(cls, "forward", None)):
         body["forward"] = _forward(cls, compute, accumulation)
@@ -236,13 +236,13 @@ def _named_alike(cls: type, body: dict[str, Any]) -> type:
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
 
 
-def _deleting(names: Collection[str]) -> Callable[[nn.Module, str], None]:
-    """As parametrizations do it before they put themselves there."""
+def _deleting(cls: type, names: Collection[str]) -> Callable[[nn.Module, str], None]:
+    """`del module.weight`, as parametrizations do before they put themselves there."""
 
     def delete(module: nn.Module, name: str) -> None:
         if name in names and name in module._parameters:
             _refuse_change(module, name)
-        nn.Module.__delattr__(module, name)
+        cls.__delattr__(module, name)
 
     return delete
 
