@@ -236,7 +236,7 @@ def _named_alike(cls: type, body: dict[str, Any]) -> type:
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **body})
 
 
-def _deleting(cls: type, names: Collection[str]) -> Callable[[nn.Module, str], None]:
+def _deleting(cls: Any, names: Collection[str]) -> Callable[[nn.Module, str], None]:
     """`del module.weight`, as parametrizations do before they put themselves there."""
 
     def delete(module: nn.Module, name: str) -> None:
