@@ -186,7 +186,8 @@ class _Sizes:
             return Length((place,), lambda length: length)
         symbols = sorted(size.node.expr.free_symbols, key=str)
         places = tuple(p for p in map(self._place, map(str, symbols)) if p is not None)
-        return Length(places, sympy.lambdify(symbols, size.node.expr, [OF_TORCH])) if len(places) == len(symbols) else None
+        compute = sympy.lambdify(symbols, size.node.expr, [OF_TORCH])
+        return Length(places, compute) if len(places) == len(symbols) and _is_known(compute, len(places)) else None
 
     def _place(self, size: str) -> Value | None:
         for place, value in zip(self.forward.graph.find_nodes(op="placeholder"), self.inputs):
@@ -198,3 +199,14 @@ class _Sizes:
                 if size in lengths:
                     return Value(kind, index, lengths.index(size))  # type: ignore[arg-type]
         return None
+
+
+def _is_known(compute: Callable[..., Any], count: int) -> bool:
+    """Whether all functions of a size have a name here; of so many sizes it is computed."""
+    try:
+        compute(*[1] * count)
+    except NameError:
+        return False
+    except ArithmeticError:  # of these numbers
+        return True
+    return True

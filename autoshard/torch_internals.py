@@ -534,7 +534,7 @@ def _forwards_in_python() -> Iterator[tuple[Any, torch.nn.Module]]:
 
 
 def _codes_of(kind: type) -> Iterator[Any]:
-    """Of a class's own forward, and of what decorators put around it."""
+    """Of what a class has as its forward, and of what that wraps."""
     function = kind.__dict__.get("forward")
     while function is not None:
         yield getattr(function, "__code__", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +17,7 @@ from autoshard.errors import AutoshardError, DisagreementError, PeerLostError
 from autoshard.runtime import processes, waiting
 from autoshard.runtime.agreement import Agreement, Statement
 from autoshard.runtime.presence import Patience
-from autoshard.runtime.waiting import named, wait_until
+from autoshard.runtime.waiting import Answering, named, wait_until
 from tests.small import what_is_said
 
 MANY = {f"layers.{i}.weight": [[i, 16], "torch.float32", True] for i in range(5000)}
@@ -181,6 +182,26 @@ def test_a_store_that_gives_no_answer_is_named() -> None:
             agreement(store, 1, 2, timeout=0.1).reach({}, lambda _: "")
     finally:
         Stopped.over.set()
+
+
+def test_a_question_that_nobody_waits_for_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the thread that could not ask it is not asked again."""
+    monkeypatch.setattr(waiting, "_askers", {})
+    monkeypatch.setattr(Stopped, "over", threading.Event())
+    stuck, store = Answering(Stopped(dist.HashStore()), 0.1), Counting(dist.HashStore())
+    first, last = threading.Thread(target=what_is_said, args=(stuck.check, ["a"])), threading.Event()
+    first.start()
+    while not waiting._askers:
+        time.sleep(0.001)
+    (asked,) = waiting._askers.values()
+    with pytest.raises(PeerLostError):
+        Answering(store, 0.01).set("b", b"")
+    asked.put(waiting._Question(last.set))
+    Stopped.over.set()
+    first.join()
+    assert last.wait(10) and store.asked == []  # which come in this order
+    Answering(store, 10).set("c", b"")
+    assert store.asked == [("set", ["c"], 0)]
 
 
 def test_each_process_takes_its_own_statement_out_of_the_store() -> None:

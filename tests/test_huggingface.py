@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def _reduced_late(zero: int) -> str:
         loss = model(torch.ones(2, 8))
 
     def reduce() -> None:
-        with accelerator.trigger_sync_in_backward(model):
+        with Accelerator.trigger_sync_in_backward(model):
             accelerator.backward(loss)
 
     return what_is_said(reduce)
@@ -264,7 +265,7 @@ def _generate(zero: int) -> tuple[list[int], list[int]]:
     model = Accelerator(cpu=True, autoshard=config(zero)).prepare(net)
     prompt = torch.tensor([[1, 2, 3]])
     options: dict[str, Any] = {"max_new_tokens": 3 + 4 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
-    texts = [model.generate(prompt, **options)]
+    texts = [pickle.loads(pickle.dumps(model.generate))(prompt, **options)]
     model(input_ids=prompt, labels=prompt).loss.backward()
     texts.append(model.generate(prompt, **options))
     expected = plain.generate(prompt, **options)[0].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -146,6 +147,29 @@ def test_what_forward_raises_is_the_user_s_and_no_end(two: Cluster, inside: bool
     for said, grads, expected in two.run(a_batch_that_forward_refuses, inside, error):
         assert said == ["nothing", *[f"{error.__name__}: two dimensions, please", "nothing"] * 2]
         assert grads == pytest.approx(expected, rel=1e-5)
+
+
+def asked_for_by_another_thread() -> bool:
+    """Of the parameters, while a forward runs as Python."""
+    torch._dynamo.reset()
+    model, seen = Strict(8, 8), []
+
+    class Asking(ValueError):
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            thread = threading.Thread(target=lambda: seen.append(model.weight is not None))
+            thread.start()
+            thread.join()
+
+    Strict.error = Asking
+    compiled = torch.compile(model, backend=autoshard.backend(config(3)))
+    compiled(torch.ones(4, 8)).sum().backward()
+    assert "two dimensions" in what_is_said(compiled, torch.ones(2, 4, 8))
+    return bool(seen) and all(seen) and model.weight is not None
+
+
+def test_a_forward_in_python_is_one_thread_s(two: Cluster) -> None:
+    assert two.run(asked_for_by_another_thread) == [True, True]
 
 
 def inside_gathered() -> list[float]:

@@ -22,7 +22,7 @@ OF_TORCH = {
     **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
     "CeilToInt": lambda x: -(-x // 1),
 }
-# also of many points at once
+# and what holds for numbers and arrays alone
 OF_ARRAYS = {
     **OF_TORCH,
     "FloorToInt": lambda x: x // 1,

@@ -132,7 +132,7 @@ def _choose(
     plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
 ) -> tuple[Plan, list[Plan]]:
     """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
-    one more whose messages hardly take longer, by themselves or together with the optimizer's step; stages whose messages take as long as
+    the next one if its messages hardly take longer, by themselves or together with the optimizer's step; stages whose messages take as long as
     each other's, as those of 1 and 2, count as one. What cannot fit is not asked about further; but for the leanest stage, of which it is
     said by how much."""
     looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are

@@ -24,13 +24,13 @@ Mode = Literal["sync", "hold", "flush"]
 class Accumulation:
     """Which gradients the next forward arranges for: reduced, held, or reduced with what was held.
 
-    gathered: parameters are whole, traces see them as they are. outside: the thread in which a forward runs outside of any graph, which must
-    not ask for parameters; 0: none. classes: of the modules that ask for all this.
+    gathered: parameters are whole, traces see them as they are. outside: the threads in which a forward runs outside of any graph, which
+    must not ask for parameters. classes: of the modules that ask for all this.
     """
 
     mode: Mode = "sync"
     gathered: bool = False
-    outside: int = 0
+    outside: frozenset[int] = frozenset()
     holders: list[Holder] = field(default_factory=list)
     classes: dict[Any, type] = field(default_factory=dict)
 

@@ -50,8 +50,10 @@ class Written:
         times = {id(whole): torch_internals.times_written(whole) for whole in wholes if isinstance(whole, DTensor)}
         changed = {key for key, now in times.items() if self._times.get(key, now) != now}
         self._times |= times
-        if changed:
-            torch.autograd.graph.increment_version([whole.to_local() for whole in wholes if id(whole) in changed])
+        with torch.no_grad():  # in which the rows themselves are given
+            written = [whole.to_local() for whole in wholes if id(whole) in changed]
+        if written:
+            torch.autograd.graph.increment_version(written)
 
 
 def taking_rows(run: Callable[..., Any], positions: tuple[int, ...]) -> Callable[..., Any]:

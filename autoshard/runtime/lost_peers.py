@@ -46,15 +46,17 @@ def naming_lost_peers(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _who() -> str:
     """In words, those that left no word of a loss; "" where that is not known. See [Note: Who is lost]."""
-    silent: list[int] = []
     with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one
         rank, store = str(dist.get_rank()), Answering(job_store("autoshard/lost"), _MOMENT)
         store.set(rank, "")
-        time.sleep(_MOMENT)
-        silent = missing(store, range(dist.get_world_size()))
-        time.sleep(_MOMENT)  # in which others ask; rank 0 may host the store
-        store.delete_key(rank)
-    return f"; no word of it from {named(silent)}" if silent else ""
+        try:
+            time.sleep(_MOMENT)
+            silent = missing(store, range(dist.get_world_size()))
+            time.sleep(_MOMENT)  # in which others ask; rank 0 may host the store
+        finally:
+            store.delete_key(rank)
+        return f"; no word of it from {named(silent)}" if silent else ""
+    return ""
 
 
 def _what_happened(said: str) -> str:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from autoshard import torch_internals
-from autoshard.errors import StaleParameterError, UnsupportedError
+from autoshard.errors import AutoshardError, StaleParameterError, UnsupportedError
 from autoshard.ops import logical  # noqa: F401  (registers the logical ops)
 from autoshard.ops.unshard_parameter import unshard_parameter
 from autoshard.runtime.accumulation import Accumulation
@@ -83,7 +83,7 @@ def _rows(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
 
 
 def _as_it_is(module: nn.Module, name: str, accumulation: Accumulation) -> nn.Parameter | None:
-    if accumulation.outside == threading.get_ident():
+    if threading.get_ident() in accumulation.outside:
         raise _Used
     if name not in module._parameters:  # it is about to become something else, of which `hasattr` may be asked
         raise AttributeError(name)
@@ -167,16 +167,19 @@ def _is_trained(parameters: Sequence[nn.Parameter]) -> bool:
 @functools.partial(torch.compiler.disable, recursive=False)  # type: ignore[untyped-decorator]
 def _outside(module: nn.Module, forward: Callable[..., Any], accumulation: Accumulation) -> NoReturn:
     """Forward, as Python runs it: raises what it raises before it asks for a parameter, or else UnsupportedError."""
-    before, accumulation.outside = accumulation.outside, threading.get_ident()
+    within, here = accumulation.outside, threading.get_ident()
+    accumulation.outside = within | {here}
     try:
         forward()
     except _Used:
         pass  # which is what UnsupportedError says
+    except AutoshardError:
+        raise
     except Exception:
         torch_internals.look_again()
         raise
     finally:
-        accumulation.outside = before
+        accumulation.outside -= {here} - within
     trained = _is_trained([p for p in module._parameters.values() if p is not None])
     raise UnsupportedError(
         f"{type(module).__name__}, which autoshard {'trains' if trained else 'sharded'}, was called outside of any "

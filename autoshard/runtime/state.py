@@ -105,6 +105,7 @@ class ModelState:
             replicas=self.replicas and self.replicas.for_copy(),
             compiled=set(),
             early=self.early and Early(),
+            written=Written(),
         )
         if not self.plan.leaves_alone:
             _remember(made)

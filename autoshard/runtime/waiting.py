@@ -11,7 +11,6 @@ first question on, since at the end of an interpreter (Python 3.12 and later) no
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
@@ -68,14 +67,14 @@ class Answering:
         return lambda *given: self._answer(lambda: ask(*given))
 
     def _answer(self, ask: Callable[[], Any]) -> Any:
-        asked, question = _asked(os.getpid()), _Question(ask)
+        asked, question = _asked(), _Question(ask)
         asked.put(question)
         try:
             found, error = question.answers.get(timeout=self.seconds)
         except queue.Empty:
             question.given_up = True
-            if _asked(os.getpid()) is asked:
-                _asked.cache_clear()
+            if _askers.get(os.getpid()) is asked:
+                del _askers[os.getpid()]
             raise PeerLostError(
                 f"the process that hosts the job's store (rank 0, most often) gave no answer for {self.seconds:g} s: it is stopped, or its "
                 "machine is gone; look at its own log"
@@ -102,10 +101,14 @@ class _Question:
             self.answers.put((None, error))
 
 
-@functools.cache
-def _asked(process: int) -> queue.SimpleQueue[_Question]:
+_askers: dict[int, queue.SimpleQueue[_Question]] = {}  # by process, since a copy of one has no threads
+
+
+def _asked() -> queue.SimpleQueue[_Question]:
     """What a thread of this process is to ask. See [Note: Who asks]."""
-    asked: queue.SimpleQueue[_Question] = queue.SimpleQueue()
+    if (there := _askers.get(os.getpid())) is not None:
+        return there
+    asked = _askers[os.getpid()] = queue.SimpleQueue[_Question]()
 
     def serve() -> None:
         while True:
