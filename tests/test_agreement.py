@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -169,9 +168,10 @@ def test_an_error_of_a_user_s_kind_is_named_by_all() -> None:
 class Stopped(Counting):
     """Whose host answers no question."""
 
-    over = threading.Event()
+    asked_now, over = threading.Event(), threading.Event()
 
     def check(self, keys: list[str]) -> bool:
+        self.asked_now.set()
         return self.over.wait()
 
 
@@ -187,12 +187,12 @@ def test_a_store_that_gives_no_answer_is_named() -> None:
 def test_a_question_that_nobody_waits_for_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the thread that could not ask it is not asked again."""
     monkeypatch.setattr(waiting, "_askers", {})
-    monkeypatch.setattr(Stopped, "over", threading.Event())
-    stuck, store = Answering(Stopped(dist.HashStore()), 0.1), Counting(dist.HashStore())
-    first, last = threading.Thread(target=what_is_said, args=(stuck.check, ["a"])), threading.Event()
+    for name in ("asked_now", "over"):
+        monkeypatch.setattr(Stopped, name, threading.Event())
+    stuck, store = Answering(Stopped(dist.HashStore()), 60), Counting(dist.HashStore())
+    first, last = threading.Thread(target=stuck.check, args=(["a"],)), threading.Event()
     first.start()
-    while not waiting._askers:
-        time.sleep(0.001)
+    assert Stopped.asked_now.wait(60)
     (asked,) = waiting._askers.values()
     with pytest.raises(PeerLostError):
         Answering(store, 0.01).set("b", b"")
