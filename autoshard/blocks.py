@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,10 +204,9 @@ class _Sizes:
 
 def _is_known(compute: Callable[..., Any], count: int) -> bool:
     """Whether all functions of a size have a name here; of so many sizes it is computed."""
-    try:
-        compute(*[1] * count)
-    except NameError:
-        return False
-    except ArithmeticError:  # of these numbers
-        return True
+    with contextlib.suppress(ArithmeticError):  # of these numbers
+        try:
+            compute(*[1] * count)
+        except NameError:
+            return False
     return True

@@ -181,11 +181,8 @@ def sweep(
     captures = _captures(model, example_inputs, config, clusters)
     traced = {dtype: (captured, Known()) for dtype, captured in captures.items()}
     steppers, device, open = optimizers_of(model, optimizer), clusters[0].device, next(iter(captures.values())).open
-    ways = tuple(way for each in clusters for way in _ways_on(each, *traced[config.dtypes_on(each.world)[0]], config, optimizer, steppers))
-    for way in ways:
-        check_can_step(way.plan, steppers)
     return Sweep(
-        ways,
+        tuple(way for each in clusters for way in _ways_on(each, *traced[config.dtypes_on(each.world)[0]], config, optimizer, steppers)),
         circumstances(config, clusters[0]).budget,
         open,
         tuple(dict.fromkeys(held for each in captures.values() for held in each.open.conditions(each.tracing.guards()))),
@@ -222,6 +219,8 @@ def _ways_on(
 ) -> Iterator[Way]:
     forecast = forecaster_of(captured, config, cluster, optimizer, known)
     plans = _plans(forecast, config, circumstances(config, cluster, steppers))
+    for plan in plans:
+        check_can_step(plan, steppers)  # before one is simulated
     for i, plan in enumerate(plans, 1):
         doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")
         yield Way(plan, *forecast.costs(plan), forecast.unknown(plan))

@@ -24,7 +24,7 @@ def leaving_more_open(config: Config) -> Config:
     return replace(changed, replicate_below="auto") if _keeps_whole(config) else changed
 
 
-def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Config, budget: int, unable: str = "") -> str:
+def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Config, budget: int, unable: str) -> str:
     """In words, of the plan that takes the least. leanest: of those without a forecast that `leaving_more_open` admits. unable: as of
     `Circumstances`."""
     memory, enough = least.predicted.memory, f"a budget of {enough_text(least.predicted.footprint)}"

@@ -293,6 +293,9 @@ def _state_with(parameter: nn.Parameter) -> ModelState | None:
     return next((state for ref in _live if (state := ref()) is not None and id(parameter) in state.ids), None)
 
 
+_distribute = naming_lost_peers(distribute_tensor)
+
+
 def _scatter_loaded(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, _strict: bool, missing: list[str], *_: Any
 ) -> None:
@@ -314,8 +317,7 @@ def _scatter_loaded(
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
             if state is not None:
                 state.come_to_load(state.ids[id(parameter)], missing)
-            distribute = naming_lost_peers(distribute_tensor)
-            state_dict[prefix + name] = distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+            state_dict[prefix + name] = _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def _marks_of(swapped: Sequence[Swapped]) -> list[tuple[int, ...]]:
