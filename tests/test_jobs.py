@@ -79,6 +79,20 @@ def test_different_configs_are_named() -> None:
         assert "rank 1 disagrees with rank 0 about config: zero: '3' where rank 0 has '2'" in ended.output
 
 
+def test_a_process_whose_store_went_before_its_first_call_ends() -> None:
+    body = """
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.barrier()
+        time.sleep(0.2)
+        if rank == 0:
+            os._exit(0)
+        time.sleep(1)
+        backend = autoshard.backend(autoshard.Config())
+        time.sleep(1)  # in which a sign of life is due
+        """
+    assert [ended.code for ended in launch(2, body, timeout=45)] == [0, 0]
+
+
 def test_different_models_are_named() -> None:
     body = "model = nn.Sequential(nn.Linear(8, 16 + rank))\n" + _steps(options="model")
     for ended in launch(2, body):

@@ -57,17 +57,47 @@ def test_signs_are_given_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "3")
     before = set(threading.enumerate())
     signs = SignsOfLife()
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = {t for t in set(threading.enumerate()) - before if not t.daemon}
     store.wait(["autoshard/alive/3"])
     assert " in " in store.get("autoshard/alive/3").decode()
     more = SignsOfLife()
-    assert set(threading.enumerate()) - before == {thread}
+    assert {t for t in set(threading.enumerate()) - before if not t.daemon} == {thread}
     signs.end()
     time.sleep(3 * presence._LOOK)
     assert thread.is_alive()
     more.end()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_signs_end_where_a_connection_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, there, store = threading.Event(), threading.Event(), dist.HashStore()
+
+    def connect(host: bool) -> dist.HashStore:
+        begun.set()
+        there.wait()
+        return store
+
+    monkeypatch.setattr(presence, "launcher_store", connect)
+    monkeypatch.setenv("RANK", "3")
+    before, signs = set(threading.enumerate()), SignsOfLife()
+    assert begun.wait(10)
+    (thread,) = {t for t in set(threading.enumerate()) - before if not t.daemon}
+    signs.end()
+    thread.join(10)
+    assert not thread.is_alive()
+    there.set()
+
+
+def test_a_connection_that_comes_late_has_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, store = threading.Event(), dist.HashStore()
+    monkeypatch.setattr(presence, "launcher_store", lambda host: store if there.wait() else None)
+    monkeypatch.setenv("RANK", "3")
+    signs = SignsOfLife()
+    time.sleep(3 * presence._LOOK)
+    there.set()
+    store.wait(["autoshard/alive/3"])
+    signs.end()
 
 
 @pytest.mark.parametrize(
@@ -82,3 +112,11 @@ def test_a_port_that_another_has_is_not_a_process_that_is_missing(monkeypatch: p
             taken.close()
         with pytest.raises(DisagreementError, match=said):
             Patience(0.1, 0.1, print).wait_for_store()
+
+
+def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # whose connections nobody takes
+        for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(DisagreementError, match="rank 0 did not come to the job: for 1 s nothing answered at"):
+            Patience(60.0, 1.0, print).wait_for_store()

@@ -8,7 +8,9 @@ data. The thread is no daemon, which the interpreter could end in the middle of 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import socket
 import sys
 import threading
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError
 from autoshard.runtime import launched
-from autoshard.runtime.waiting import SHOWN, Answering, missing, named, wait_until
+from autoshard.runtime.waiting import SHOWN, Answering, asked_apart, missing, named, wait_until
 
 Ranks = Callable[[], list[int]]
 INTERVAL = 1.0  # seconds between signs
@@ -96,20 +98,14 @@ class Patience:
 
     def wait_for_store(self) -> Any:
         """The launcher's store. DisagreementError if nothing listens there: rank 0's thread would, or torchrun."""
-        found: list[Any] = []
-
-        def look() -> bool:
-            found.extend(s for s in (launcher_store(host=hosts()),) if s is not None)
-            return bool(found)
-
-        limit = min(self.timeout, self.arrival or self.timeout)
+        limit, line = min(self.timeout, self.arrival or self.timeout), _Line(lambda: True, lambda: launcher_store(host=hosts()))
         wait_until(
-            look,
+            lambda: line.store() is not None,
             limit,
             lambda: self.warn("waiting for rank 0 at the job"),
             lambda: _no_store(limit),
         )
-        return found[0]
+        return line.store()
 
 
 def _no_store(seconds: float) -> DisagreementError:
@@ -213,22 +209,44 @@ def _signs(store: Any) -> Any:
 def _give(over: threading.Event) -> None:
     """The thread."""
     main, written = threading.main_thread(), 0.0
-    launcher = group = None
+    lines = _Line(lambda: "RANK" in os.environ, _to_the_launcher), _Line(dist.is_initialized, _to_the_group)
     while main.is_alive() and not over.is_set():
+        if time.monotonic() - written > INTERVAL:
+            written = time.monotonic()
+            for line in lines:
+                _write(line.store(), f"{time.time()} {_where(main)}")
         time.sleep(_LOOK)  # not in the event, whose lock its end may want, which the collector of garbage calls in any thread
-        if time.monotonic() - written < INTERVAL:
-            continue
-        written = time.monotonic()
-        if launcher is None and "RANK" in os.environ:
-            launcher = launcher_store(host=hosts() and not dist.is_initialized())
-        if group is None and dist.is_initialized():
-            group = _own(job_store(""))
-        for store in (launcher, group):
-            _write(store, f"{time.time()} {_where(main)}")
 
 
-def _own(store: Any) -> Any:
-    """A connection of its own, since who waits in one keeps others out; the same where the store has no such thing."""
+class _Line:
+    """A connection to a store. Another thread makes it, for which nobody waits: where the host of a store is gone torch tries for as long
+    as that store's timeout, and for ever where it is stopped."""
+
+    def __init__(self, sensible: Callable[[], bool], make: Callable[[], Any | None]) -> None:
+        self._sensible, self._make = sensible, make
+        self._coming: queue.SimpleQueue[Any] | None = None
+        self._store: Any | None = None
+
+    def store(self) -> Any | None:
+        """None where there is none yet."""
+        if self._coming is None and self._store is None and self._sensible():
+            self._coming = asked_apart(self._make)
+        if self._coming is not None:
+            with contextlib.suppress(queue.Empty):
+                self._store, self._coming = self._coming.get(timeout=_LOOK), None
+        return self._store
+
+
+def _to_the_launcher() -> Any | None:
+    return launcher_store(host=hosts() and not dist.is_initialized())
+
+
+def _to_the_group() -> Any | None:
+    """One of its own, since who waits in one keeps others out; the same where the store has no such thing."""
+    try:
+        store = job_store("")
+    except ValueError:  # the group ended meanwhile
+        return None
     try:
         return store.clone()
     except RuntimeError:

@@ -118,6 +118,13 @@ def _asked() -> queue.SimpleQueue[_Question]:
     return asked
 
 
+def asked_apart(ask: Callable[[], Any]) -> queue.SimpleQueue[Any]:
+    """Where the answer will be, once there is one: a thread of its own waits for it, for which the end of the process does not wait."""
+    answers = queue.SimpleQueue[Any]()
+    threading.Thread(target=lambda: answers.put(ask()), name="autoshard asks apart", daemon=True).start()
+    return answers
+
+
 def missing(store: Any, ranks: Sequence[int]) -> list[int]:
     """Those of whom the store has no key: halves of them are asked for, since it tells only whether all are there."""
     if not ranks or store.check([str(r) for r in ranks]):
