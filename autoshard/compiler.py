@@ -205,20 +205,22 @@ class Backend:
         context = Context(
             plan=plan,
             parameters={i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names},
-            buffers=_buffers(state, inputs) if not apart else frozenset(),
+            buffers=_buffers(state, inputs) if state and not apart else {},
             everyone=processes.name_of_everyone(),
             rank=rank,
             fuses=self._fuses(inputs),
             early=state.early if state and not apart else None,
         )
-        collectives = Collectives(tuple(context.parameters.values()))
+        collectives = Collectives(tuple(context.parameters.values()), tuple(context.buffers.values()))
         compilation = Compilation(self.manager(rank), context, self._inductor(), self._phases, collectives=collectives)
         with self._phases.phase("compile", "in all so far"):
             run = giving_leaves(compilation.compile(gm, inputs), inputs)
-        positions = tuple(context.parameters)
+        positions, buffers = tuple(context.parameters), tuple(context.buffers)
         if state is None or (plan.leaves_alone and not positions):
             return run
-        return self._noting_models(run, positions, state) if plan.leaves_alone else state.noting_parameters(run, positions, collectives)
+        if plan.leaves_alone:
+            return self._noting_models(run, positions, state)
+        return state.noting_parameters(run, positions, buffers, collectives)
 
     def _noting_models(self, run: Callable[..., Any], positions: tuple[int, ...], first: ModelState) -> Callable[..., Any]:
         """`run`, a compiled graph of one process, with a note of the parameters among its arguments. There modules keep their class, so
@@ -335,6 +337,6 @@ def _before_trace() -> None:
 torch_internals.before_traces(_before_trace)  # for backends by name, which are made when their first graph is there
 
 
-def _buffers(state: ModelState | None, inputs: Sequence[Any]) -> frozenset[int]:
-    ids = {id(b) for b in state.model.buffers()} if state else set()
-    return frozenset(i for i, x in enumerate(inputs) if id(x) in ids)
+def _buffers(state: ModelState, inputs: Sequence[Any]) -> dict[int, str]:
+    names = {id(b): name for name, b in state.model.named_buffers()}
+    return {i: names[id(x)] for i, x in enumerate(inputs) if id(x) in names}

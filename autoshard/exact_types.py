@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.closures import named_around
 from autoshard.errors import UnsupportedError
 
 
@@ -20,8 +21,7 @@ def refuse_exact_types(model: nn.Module) -> None:
     owners = {type(module) for module in model.modules() if next(module.parameters(recurse=False), None) is not None}
     kinds: list[type[nn.Module]] = list(dict.fromkeys(map(type, model.modules())))
     for cls in kinds:
-        forward = inspect.unwrap(cls.forward)
-        if cls.__module__.partition(".")[0] == "torch" or not inspect.isfunction(forward):
+        if cls.__module__.partition(".")[0] == "torch" or not inspect.isfunction(forward := inspect.unwrap(cls.forward)):
             continue
         for line, asked in _asked(forward):
             if found := owners.intersection(asked):
@@ -79,8 +79,7 @@ def _value(node: ast.expr, forward: Callable[..., Any]) -> Any:
     if isinstance(node, ast.Attribute):
         return getattr(_value(node.value, forward), node.attr, None)
     if isinstance(node, ast.Name):
-        around = inspect.getclosurevars(forward).nonlocals
-        return around.get(node.id, forward.__globals__.get(node.id))
+        return named_around(forward).get(node.id, forward.__globals__.get(node.id))
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autoshard import torch_internals
+from autoshard.closures import named_around
 from autoshard.errors import UnsupportedError
 from autoshard.family import Family
 from autoshard.heap import alive
@@ -40,9 +41,8 @@ def _reached_by_function(wanted: set[int]) -> nn.Module | None:
     """A compiled function's closure, globals and arguments; after a graph break the graph may be a child's."""
     owners = []
     for call in torch_internals.compiled_calls():
-        cells = inspect.getclosurevars(call.function) if inspect.isfunction(call.function) else None
-        named = [*cells.nonlocals.values(), *cells.globals.values()] if cells else []
-        for module in (v for v in (*named, *call.arguments, *call.keywords.values()) if isinstance(v, nn.Module)):
+        named = named_around(call.function) if inspect.isfunction(call.function) else {}
+        for module in (v for v in (*named.values(), *call.arguments, *call.keywords.values()) if isinstance(v, nn.Module)):
             owned = {id(p) for p in module.parameters()}
             if wanted <= owned:
                 owners.append((len(owned), module))

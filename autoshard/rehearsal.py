@@ -90,7 +90,7 @@ def outline(
     gm = graphs.duplicate(captured.graph)
     residues = _write_layouts(gm, captured, plan)
     manager = PassManager(passes, Dump(None))
-    context = Context(plan, captured.parameters, frozenset(captured.buffers), everyone=EVERYONE, fuses=fuses)
+    context = Context(plan, captured.parameters, captured.buffers, everyone=EVERYONE, fuses=fuses)
     compilation = _Rehearsal(manager, context, inductor, Phases(shown=False))
     with _tracing(captured):
         gm, blocks, kinds = compilation.outline(gm, known)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -79,6 +80,16 @@ def refuse_recurrent(model: nn.Module) -> None:
                 f"{_found(name, module)}: Dynamo leaves it out of every graph, so nothing would "
                 "gather its parameters or average their gradients; train it with one process, or write the recurrence out "
                 "(nn.LSTMCell and nn.GRUCell are fine)"
+            )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Dynamo leaves TorchScript out of every graph; without parameters or buffers it is a function."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
+            raise UnsupportedError(
+                f"{f'module {name!r}' if name else 'the model'} is TorchScript, which Dynamo leaves out of every graph, so nothing would gather "
+                "its parameters or average their gradients; legal: the module that it was made of, which torch.compile compiles as well"
             )
 
 

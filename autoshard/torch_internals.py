@@ -437,7 +437,8 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def kept_buffers(module: torch.nn.Module) -> list[str]:
     """The names of a module's own buffers that are in its state dict. Seen: 2.11, 2.13."""
-    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+    names = module._buffers.keys()  # TorchScript's can be gone through in no other way
+    return [name for name in names if name not in module._non_persistent_buffers_set]
 
 
 def within_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -822,6 +823,12 @@ def gives_nothing(target: Any) -> bool:
 def assigns(metadata: dict[str, Any]) -> bool:
     """Whether load_state_dict, which hands a module's hooks this, was given assign=True. Seen: 2.11, 2.13."""
     return bool(metadata.get("assign_to_params_buffers", False))
+
+
+def keep_last(module: torch.nn.Module, hook: int | None) -> None:
+    """Calls a hook before load_state_dict (a handle's id) behind those that were registered after it. Seen: 2.11, 2.13."""
+    if hook in module._load_state_dict_pre_hooks:
+        module._load_state_dict_pre_hooks.move_to_end(hook)  # type: ignore[attr-defined]
 
 
 def decompositions_of(packets: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

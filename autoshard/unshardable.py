@@ -16,7 +16,7 @@ from autoshard.exact_types import refuse_exact_types
 from autoshard.family import members_of
 from autoshard.heap import alive
 from autoshard.runtime.state import ModelState, refuse_unusable
-from autoshard.skipped import refuse_recurrent, refuse_sparse, refuse_wrapped
+from autoshard.skipped import refuse_recurrent, refuse_scripted, refuse_sparse, refuse_wrapped
 
 
 def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
@@ -24,6 +24,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     refuse_unusable(model)
     _refuse_ddp_around(model)
     refuse_recurrent(model)
+    refuse_scripted(model)
     refuse_sparse(model)
     refuse_wrapped(model)
     refuse_exact_types(model)

@@ -71,6 +71,29 @@ def test_a_buffer_that_forward_replaces_is_as_ddp_has_it(two: Cluster, buffers: 
     assert not torch.equal(first[0][-1], second[0][-1])
 
 
+class Domains(nn.Module):
+    """Norms that are alike, of which each call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8, affine=False) for _ in range(2))
+
+    def forward(self, x: Tensor, domain: int) -> Tensor:
+        return self.norms[domain](self.linear(x)).pow(2).mean()
+
+
+def another_domain_each() -> None:
+    compiled: Any = torch.compile(Domains(), backend=autoshard.backend(config(0)))
+    compiled(inputs_of(1)[0][dist.get_rank()], dist.get_rank())
+
+
+def test_statistics_of_unlike_norms_are_not_taken_for_each_other(two: Cluster) -> None:
+    for said in two.run(what_is_said, another_domain_each):
+        assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call: 'training")
+        assert "to norms.1.running_mean,norms.1.running_var' where" in said and "to norms.0.running_mean,norms.0.running_var'" in said
+
+
 class Counting(nn.Module):
     """Has buffers of a dtype that not every transport takes; forward writes to one of them."""
 

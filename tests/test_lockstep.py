@@ -92,9 +92,9 @@ def test_a_graph_that_serves_several_blocks_is_told_by_the_one_it_is_called_with
     one, other = Collectives(("first.weight", "first.bias")), Collectives(("second.bias", "second.weight"))
     one.note([("gather", ("first.weight",)), ("gather", ("first.bias",))], [("reduce", ("first.bias",)), ("reduce", ("first.weight",))])
     other.note([("gather", ("second.bias",)), ("gather", ("second.weight",))], [("reduce", ("second.weight",)), ("reduce", ("second.bias",))])
-    second = one.text((3, 4), lambda: names)
-    assert second == other.text((4, 3), lambda: names) and "second.bias" in second
-    assert one.text((1, 2), lambda: names) == other.text((2, 1), lambda: names) != second
+    second = one.said((3, 4), lambda: names)[0]
+    assert second == other.said((4, 3), lambda: names)[0] and "second.bias" in second
+    assert one.said((1, 2), lambda: names)[0] == other.said((2, 1), lambda: names)[0] != second
 
 
 def test_a_parameter_whose_name_has_a_space_is_one() -> None:

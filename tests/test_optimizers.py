@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import operator
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,8 +23,9 @@ import autoshard
 from autoshard.runtime import loaded
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.local_step import can_step_locally
+from autoshard.runtime.optimizers import states_of
 from tests.cluster import Cluster
-from tests.parity import Distance, rank0_copy, see_state
+from tests.parity import Distance, rank0_copy, see_state, whole
 from tests.small import (
     TOLERANCE,
     Net,
@@ -303,6 +306,54 @@ def continue_training(name: str, zero: int) -> Distance:
 def test_optimizer_state_is_carried_over(two: Cluster, name: str, zero: int) -> None:
     for distance in two.run(continue_training, name, zero):
         assert distance.worst <= TOLERANCE, distance
+
+
+def state_in_another_order() -> bool:
+    """Whether the moments are rank 0's where other processes made them in another order."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.ones(4, 8) * (1 + dist.get_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected: list[Any] = [[{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]]
+    dist.broadcast_object_list(expected, 0)
+    if dist.get_rank():
+        for p, state in list(optimizer.state.items()):
+            optimizer.state[p] = dict(reversed(state.items()))
+    torch.compile(model, backend=autoshard.backend(config(3, fuse_optimizer=False)))(torch.ones(4, 8))
+    found = [[whole(optimizer.state[p][key]) for key in expected[0][0]] for p in model.parameters()]
+    return all(map(torch.equal, itertools.chain(*found), itertools.chain(*map(dict.values, expected[0]))))
+
+
+def test_state_that_was_made_in_another_order_is_rank_0_s(two: Cluster) -> None:
+    assert two.run(state_in_another_order) == [True] * 2
+
+
+COUNTED: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": optim.SGD,
+    "momentum": lambda ps: optim.SGD(ps, momentum=0.9),
+    "AdamW": optim.AdamW,
+    "amsgrad": lambda ps: optim.AdamW(ps, amsgrad=True),
+    "RMSprop": optim.RMSprop,
+    "centered": lambda ps: optim.RMSprop(ps, centered=True, momentum=0.9),
+    "ASGD": optim.ASGD,
+    "Muon": optim.Muon,
+    "Lion": autoshard.optim.Lion,
+    "Adagrad": optim.Adagrad,
+    "Adamax": optim.Adamax,
+    "Rprop": optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_it_is_known_how_many_states_a_parameter_will_have(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(8, 8))
+    optimizer = COUNTED[name]([parameter])
+    parameter.grad = torch.ones(8, 8)
+    optimizer.step()
+    kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+    assert states_of(optimizer) == len(kept)
 
 
 def beside_one_that_nobody_holds(frozen: bool) -> tuple[dict[str, str], set[str]]:

@@ -120,3 +120,6 @@ def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setenv(name, value)
         with pytest.raises(DisagreementError, match="rank 0 did not come to the job: for 1 s nothing answered at"):
             Patience(60.0, 1.0, print).wait_for_store()
+    for thread in threading.enumerate():
+        if thread.name == "autoshard asks apart":  # the interpreter must not end before it
+            thread.join(10)

@@ -243,7 +243,14 @@ def a_sparse_buffer() -> None:
     _call(model)
 
 
+def scripted() -> None:
+    model = Net()
+    model.up = torch.jit.script(nn.Sequential(model.up, nn.ReLU()))
+    _call(model)
+
+
 CASES: dict[Callable[[], None], str] = {
+    scripted: "module 'up' is TorchScript, which Dynamo leaves out of every graph",
     a_plain_list: "a parameter of shape (8, 8) is in no module of the model, or of another model; legal: modules that hold it as",
     pruned_later: "parameter 'weight' of a Linear cannot become something else after the first call; legal: prune, parametrize and the like",
     parametrized_later: "parameter 'weight' of a Linear cannot become something else after the first call; legal: prune, parametrize and",
@@ -277,6 +284,15 @@ CASES: dict[Callable[[], None], str] = {
 def test_it_is_refused(two: Cluster, case: Callable[[], None]) -> None:
     for said in two.run(what_is_said, case):
         assert CASES[case] in said, said
+
+
+def with_a_scripted_function() -> None:
+    compiled: Any = torch.compile(nn.Sequential(Net(), torch.jit.script(nn.ReLU())), backend=autoshard.backend(config(3)))
+    compiled(torch.ones(4, 8)).sum().backward()
+
+
+def test_scripted_functions_are_left_to_torch(two: Cluster) -> None:
+    assert two.run(what_is_said, with_a_scripted_function) == ["nothing"] * 2
 
 
 class Skipped(nn.Module):

@@ -256,6 +256,19 @@ def test_fingerprints_differ_where_a_value_does(which: str) -> None:
         assert fingerprints([values]) != fingerprints([other])
 
 
+@pytest.mark.parametrize("size", [2, 3000, 2**20 + 5])
+def test_fingerprints_differ_where_values_change_places(size: int) -> None:
+    values = torch.randn(2 * size)
+    (mark,) = fingerprints([values])
+    for first, second in ((0, 2), (0, 2 * size - 1), (size // 2 * 2, 1), (size // 4 * 2, size // 2 * 2)):
+        if first != second:
+            other = values.clone()
+            other[[first, second]] = values[[second, first]]
+            assert fingerprints([other]) != [mark], (first, second)
+    assert fingerprints([values.flip(0)]) != [mark] != fingerprints([values.roll(2)])
+    assert fingerprints([values.view(2, -1).flip(0)]) != [mark]
+
+
 def test_fingerprints_of_sparse_tensors() -> None:
     eye = torch.eye(3).to_sparse()
     once, twice, same = fingerprints([eye, 2 * eye, torch.eye(3).to_sparse()])

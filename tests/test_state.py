@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,20 @@ def test_a_whole_state_for_one_process_is_refused_by_name(two: Cluster) -> None:
     assert kind == "DisagreementError" and "autoshard.state_dict" in text and other == "error"
 
 
+def one_buffer_in_two_dtypes() -> list[torch.dtype]:
+    model = Net()
+    model.register_buffer("seconds", torch.ones(4))
+    model.register_buffer("bits", model.seconds.view(torch.int32))
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config(3)))
+    compiled(batch()).backward()
+    state = autoshard.state_dict(model, keep=True)
+    return [state["seconds"].dtype, state["bits"].dtype]
+
+
+def test_what_lies_in_one_place_in_two_dtypes_is_saved_as_both(two: Cluster) -> None:
+    assert two.run(one_buffer_in_two_dtypes) == [[torch.float32, torch.int32]] * 2
+
+
 def load_alone(part: str) -> None:
     model, plain, compiled = compiled_pair(config(3, timeout=4))
     compiled(batch()).backward()
@@ -266,11 +281,66 @@ def load_alone(part: str) -> None:
     compiled(batch()).backward()
 
 
-@pytest.mark.parametrize("part", ["", "up"])
-def test_a_load_by_one_process_is_refused_by_name(two: Cluster, part: str) -> None:
+@pytest.mark.parametrize(("part", "named"), [("", "'down.bias' to 'up.weight' (code "), ("up", "'up.bias' to 'up.weight' (code ")])
+def test_a_load_by_one_process_is_refused_by_name(two: Cluster, part: str, named: str) -> None:
     for said in two.run(what_is_said, load_alone, part):
         assert said.startswith("DisagreementError: rank 1 disagrees with rank 0 about its call"), said
-        assert "where rank 0 has \"load_state_dict, of 'up.weight' and what follows, no step since the training call before\"" in said
+        assert f'where rank 0 has "load_state_dict, of {named}' in said
+        assert re.search(r"\(code \w{8} of [24] names\), no step since the training call before\"", said)
+
+
+def load_other_names() -> str:
+    """What is said to it, and of values that were not loaded."""
+    model, plain, compiled = compiled_pair(config(3))
+    compiled(batch()).backward()
+    optim.SGD(model.parameters(), lr=0.0).step()
+    before = autoshard.state_dict(model, keep=True)
+    left_out = ["up.weight", "down.weight"][dist.get_rank()]
+    said = what_is_said(model.load_state_dict, {k: v + 1 for k, v in plain.state_dict().items() if k != left_out}, False)
+    after = autoshard.state_dict(model, keep=True)
+    return f"{said} {all(torch.equal(after[k], before[k]) for k in before)}"
+
+
+def test_a_load_of_other_names_than_others_have_is_refused_and_loads_nothing(two: Cluster) -> None:
+    for said in two.run(load_other_names):
+        assert "rank 1 disagrees with rank 0 about its call: \"load_state_dict, of 'down.bias' to 'up.weight' (code " in said
+        assert said.endswith(" True")
+
+
+def renamed_by_a_hook() -> Distance:
+    """Which was registered after the first call."""
+    model, plain, compiled = compiled_pair(config(3))
+    compiled(batch()).backward()
+    optim.SGD(model.parameters(), lr=0.0).step()
+
+    def rename(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+    model.up.register_load_state_dict_pre_hook(rename)
+    with torch.no_grad():
+        plain.up.weight.add_(1)
+    loaded = {("up.kernel" if k == "up.weight" else k): v for k, v in plain.state_dict().items()}
+    model.load_state_dict(loaded)
+    distance = Distance()
+    see_state(distance, model, plain)
+    return distance
+
+
+def test_hooks_of_a_user_s_own_come_before_rows_are_made(two: Cluster) -> None:
+    for distance in two.run(renamed_by_a_hook):
+        assert distance.worst == 0, distance
+
+
+def numbers_that_are_no_tensors() -> None:
+    model, plain, compiled = compiled_pair(config(3))
+    compiled(batch()).backward()
+    optim.SGD(model.parameters(), lr=0.0).step()
+    model.load_state_dict({k: v.numpy() for k, v in plain.state_dict().items()})
+
+
+def test_what_is_no_tensor_is_named_by_torch(two: Cluster) -> None:
+    for said in two.run(what_is_said, numbers_that_are_no_tensors):
+        assert 'While copying the parameter named "up.weight", expected torch.Tensor' in said
 
 
 def a_copy() -> tuple[Distance, bool]:

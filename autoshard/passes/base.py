@@ -31,14 +31,14 @@ class Context:
     """What a pass may know beside the graph.
 
     parameters: the name of each graph input that is a parameter, by position, of the traced and joint graphs.
-    buffers: positions of graph inputs that are buffers of the model.
+    buffers: that of each that is a buffer of the model.
     everyone: process group of all processes. rank: this one's. phase: which graph this is, at stages "split" and "code". fuses: the device that
     kernels are generated for; None where none are. early: where gathers may start when the optimizer has stepped.
     """
 
     plan: Plan
     parameters: dict[int, str] = field(default_factory=dict)
-    buffers: frozenset[int] = frozenset()
+    buffers: dict[int, str] = field(default_factory=dict)
     everyone: str = ""
     rank: int = 0
     phase: Phase = "forward"

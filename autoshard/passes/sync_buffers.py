@@ -31,7 +31,7 @@ class SyncBuffers:
         if context.plan.buffers != "broadcast" or context.plan.leaves_alone:
             return gm
         for copies in _mutations(gm, context).values():
-            _replicate(gm, copies, context.everyone)
+            _replicate(gm, copies, context)
         return gm
 
 
@@ -45,11 +45,12 @@ def _mutations(gm: GraphModule, context: Context) -> dict[torch.dtype, list[Node
     return found
 
 
-def _replicate(gm: GraphModule, copies: list[Node], group: str) -> None:
+def _replicate(gm: GraphModule, copies: list[Node], context: Context) -> None:
     values = [copy.args[1] for copy in copies]
     with gm.graph.inserting_before(copies[-1]):
-        bucket = gm.graph.call_function(graphs.REPLICATE_BUFFERS, (values, group))
+        bucket = gm.graph.call_function(graphs.REPLICATE_BUFFERS, (values, context.everyone))
         bucket.meta["val"] = [graphs.example(c.args[0]) for c in copies]  # type: ignore[arg-type]
+        bucket.meta["serves"] = tuple(context.buffers[written_position(c.args[0])] for c in copies)  # type: ignore[index,arg-type]
         for i, copy in enumerate(copies):
             item = gm.graph.call_function(operator.getitem, (bucket, i))
             item.meta["val"] = bucket.meta["val"][i]

@@ -12,6 +12,7 @@ of other things (rotary frequencies for longer inputs), as each process needs th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ class Buffers:
     """Of one model, as they were behind the last call."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [(name, module, name.rpartition(".")[2]) for name, module in _owners(model)]
+        self._all = [(name, module, name.rpartition(".")[2]) for name, module in _owners(model)]
+        self._places = [place for place in self._all if place[2] in torch_internals.kept_buffers(place[1])]
         self._by_value: set[nn.Module] = set()
         self.note()
 
@@ -55,6 +57,11 @@ class Buffers:
             return None, 0, []
         written = 0 if buffer.is_inference() else torch_internals.times_written(buffer)
         return buffer, written, fingerprints([buffer]) if module in self._by_value else []
+
+    def names_of(self, buffers: Iterable[Tensor]) -> tuple[str, ...]:
+        """What these are called now."""
+        names = {id(module._buffers.get(attribute)): name for name, module, attribute in reversed(self._all)}
+        return tuple(names.get(id(buffer), "?") for buffer in buffers)
 
     def take_rank_0_s(self, names: list[str]) -> dict[int, Tensor]:
         """Puts rank 0's values in the places of these: into the tensors that were there at the last call, and of others into new ones,
@@ -80,7 +87,7 @@ def _copy(buffer: Tensor) -> Tensor:
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    owned = [(path, module, name) for path, module in model.named_modules() for name in torch_internals.kept_buffers(module)]
+    owned = [(path, module, name) for path, module in model.named_modules() for name, _ in module._buffers.items()]
     return [(f"{path}.{name}" if path else name, module) for path, module, name in owned]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -11,12 +12,15 @@ from torch import Tensor
 from autoshard.units import counted
 
 _WORD = 8  # bytes; taken byte by byte it is twenty times as slow
+_ROW = 1024  # words that have a weight each; of a tensor with more, rows of so many are summed up along both their directions
+_GAMMA, _MIX, _MIX_MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Of each tensor, dense or sparse, what differs where its values do; read from the device at once.
 
-    The hash is an exclusive or, in which equal words cancel; the sum tells those apart.
+    The hash is an exclusive or, in which equal words cancel, and which is the same in any order; the sum of words times weights, of
+    which there is one for each place, tells those apart.
     """
     parts = [_parts(t.detach()) for t in tensors]
     flat = [part for each in parts for part in each]
@@ -51,4 +55,31 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _hash_and_sum(words: Tensor) -> list[Tensor]:
-    return [torch.hash_tensor(words).view(torch.int64), words.sum(dtype=torch.int64)]
+    return [torch.hash_tensor(words).view(torch.int64), _weighed(words)]
+
+
+def _weighed(words: Tensor) -> Tensor:
+    """The sum of words times weights, all of them odd, so that no word may change alone."""
+    if len(words) <= _ROW:
+        return (words * _weights(words.device)[: len(words)]).sum()
+    even = len(words) // _ROW * _ROW
+    rows = words[:even].view(-1, _ROW)
+    sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), words[even:]
+    return sum((factor * _weighed(each) for factor, each in zip((2, 1, 5), sums)), sums[0].new_zeros(()))
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """As irregular as hashes of their places."""
+    return torch.tensor([_signed(_mixed(i) | 1) for i in range(_ROW)], dtype=torch.int64, device=device)
+
+
+def _mixed(number: int) -> int:
+    mixed = (number + 1) * _GAMMA % 2**64
+    mixed = (mixed ^ mixed >> 30) * _MIX % 2**64
+    mixed = (mixed ^ mixed >> 27) * _MIX_MORE % 2**64
+    return mixed ^ mixed >> 31
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number

@@ -43,7 +43,7 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     return {
         "class": type(optimizer).__name__,
         "groups": [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups],
-        "state": sorted(names.get(id(p), "?") for p in optimizer.state if optimizer.state[p]),
+        "state": sorted((names.get(id(p), "?"), " ".join(sorted(map(str, state)))) for p, state in optimizer.state.items() if state),
     }
 
 
@@ -81,13 +81,14 @@ def states_of(optimizer: Optimizer) -> int:
 
 def _states_of(optimizer: Optimizer) -> int:
     kind = type(optimizer).__name__.lower()
-    if "sgd" in kind:
-        return int(any(g.get("momentum", 0) for g in optimizer.param_groups))
+    chosen = {key: any(g.get(key) for g in optimizer.param_groups) for key in ("momentum", "amsgrad", "centered")}
     if kind == "adafactor":
         return int(any(p.ndim > 2 for g in optimizer.param_groups for p in g["params"]))  # of matrices next to nothing
-    if "adam" in kind or "lion" in kind:
-        return 1 if "lion" in kind else 2
-    return 1 if kind in ("rmsprop", "adagrad") else 2
+    if "sgd" in kind and kind != "asgd":
+        return int(chosen["momentum"])
+    if kind == "rmsprop":
+        return 1 + chosen["momentum"] + chosen["centered"]
+    return 1 if "lion" in kind or kind in ("adagrad", "asgd", "muon") else 2 + chosen["amsgrad"]
 
 
 def stands_still(optimizer: Optimizer) -> bool:
@@ -146,7 +147,7 @@ class Repointer:
             params[i] = new
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                state.update({k: _rank_0_s(k, v, old, new) for k, v in state.items()})
+                state.update({k: _rank_0_s(k, state[k], old, new) for k in sorted(state, key=str)})  # some may have made it otherwise
                 optimizer.state[new] = state
 
 

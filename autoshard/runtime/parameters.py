@@ -42,6 +42,8 @@ from autoshard.runtime.holder import takes_part
 from autoshard.runtime.residue import RESIDUES
 from autoshard.torch_internals import WithStatistics
 
+LOADING = "_autoshard_loading"  # of a module: the id of the hook by which rows are made of what is loaded
+
 
 def _as_traced(
     module: nn.Module, name: str, layout: str, accumulation: Accumulation
@@ -219,11 +221,23 @@ def _make_class(
         for name, layout, alone in layouts
     }
     body["__reduce_ex__"] = _refuse_pickle
+    body["_register_load_state_dict_pre_hook"] = _registering(cls)
     body["__delattr__"] = _deleting(cls, {name for name, *_ in layouts})
     body["__deepcopy__"] = _copying(lambda other: sharded_class(cls, layouts, compute, other, planned), accumulation)
     if callable(getattr(cls, "forward", None)):
         body["forward"] = _forward(cls, compute, accumulation)
     return _named_alike(cls, body)
+
+
+def _registering(cls: Any) -> Callable[..., Any]:
+    """Hooks of a user's own (which give keys other names, say) come before the one that makes rows of what is loaded."""
+
+    def register(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle = cls._register_load_state_dict_pre_hook(module, *args, **kwargs)
+        torch_internals.keep_last(module, module.__dict__.get(LOADING))
+        return handle
+
+    return register
 
 
 class _Quiet:

@@ -55,9 +55,11 @@ class _Giver:
     def begin(self) -> None:
         with self._lock:
             self._count += 1
-            if self._over.is_set():
-                self._over = threading.Event()
-                threading.Thread(target=_give, args=(self._over,), name="autoshard signs of life").start()
+            if not self._over.is_set():
+                return
+            over = self._over = threading.Event()
+        # Not in the lock, which the collector of garbage may want in the new thread, for which `start` waits.
+        threading.Thread(target=_give, args=(over,), name="autoshard signs of life").start()
 
     def end(self) -> None:
         with self._lock:
@@ -248,9 +250,17 @@ def _to_the_group() -> Any | None:
     except ValueError:  # the group ended meanwhile
         return None
     try:
-        return store.clone()
+        return store.clone() if _is_there(store) else None
     except RuntimeError:
         return store
+
+
+def _is_there(store: Any) -> bool:
+    """Whether the host of a store answers: where it is gone torch would try on and on, and end in the middle of the process's own end,
+    which it aborts."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return not isinstance(store, dist.TCPStore) or _listens(store.host, store.port)  # type: ignore[attr-defined]
 
 
 def _write(store: Any | None, sign: str) -> None:

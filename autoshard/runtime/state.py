@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import itertools
 import operator
 import weakref
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -32,10 +33,12 @@ from autoshard.runtime.fingerprint import fingerprints
 from autoshard.runtime.lockstep import BUFFER, Call, Lockstep, before_backward
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import options_of
+from autoshard.runtime.parameters import LOADING
 from autoshard.runtime.processes import World
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.residue import Residue, refuse_lost, residues_of
 from autoshard.runtime.shard import full_value, places_of
+from autoshard.units import counted
 
 Swapped = tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]  # where, name, shard, full
 ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
@@ -121,14 +124,15 @@ class ModelState:
             return
         _remember(self)
         self.buffers = Buffers(self.model)
-        for module in self.model.modules():
-            if module._parameters:
-                module.register_load_state_dict_pre_hook(_scatter_loaded)
+        for module in self.model.modules():  # those without parameters too: the outermost one is given all that is loaded
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.__dict__[LOADING] = module.register_load_state_dict_pre_hook(_scatter_loaded).id
 
     def noting_parameters(
-        self, run: Callable[..., Any], positions: tuple[int, ...], collectives: Collectives
+        self, run: Callable[..., Any], positions: tuple[int, ...], buffers: tuple[int, ...], collectives: Collectives
     ) -> Callable[..., Any]:
-        """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep. Dynamo keeps it as long as
+        """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep. positions, buffers: of these
+        among its arguments. Dynamo keeps it as long as
         the user's function is there; it does not keep the model."""
         here = weakref.ref(self)
 
@@ -138,7 +142,8 @@ class ModelState:
             assert state is not None  # its model has it, and is called
             given, training = tuple(id(args[i]) for i in positions), torch.is_grad_enabled()
             changed = state._changed()
-            called = state._in_lockstep(given, training, collectives, changed)
+            sent = state.buffers.names_of(args[i] for i in buffers) if collectives.sends_buffers else ()
+            called = state._in_lockstep(given, training, collectives, sent, changed)
             state.compiled.update(given)
             if changed:
                 everyones = state.buffers.take_rank_0_s(changed)
@@ -167,15 +172,15 @@ class ModelState:
         return self.buffers.changed() if self._shares_buffers else []
 
     def _in_lockstep(
-        self, given: tuple[int, ...], training: bool, made: Collectives, changed: Sequence[str]
+        self, given: tuple[int, ...], training: bool, made: Collectives, buffers: tuple[str, ...], changed: Sequence[str]
     ) -> Callable[[Any], None]:
-        """A graph is about to be called with these parameters, and these buffers changed: in lockstep, from its first collective on.
+        """A graph is about to be called with these parameters and buffers, and some buffers changed: in lockstep, from its first collective on.
         What the function is to be called with is what it gave."""
         lockstep, forward = self.lockstep, bool(made.forward or changed)
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
-        text = "\n".join([made.text(given, self.names), *(BUFFER + name for name in changed)])
-        order = made.order(given, self.names)
+        text, order = made.said(given, self.names, buffers)
+        text = "\n".join([text, *(BUFFER + name for name in changed)])
         call = Call(training, text, lockstep.skipped, lockstep.stepped or not training, order)
         if forward:
             lockstep.enter(call)
@@ -192,11 +197,16 @@ class ModelState:
         if self.plan.sharded and self.lockstep is not None:
             self.lockstep.come(what)
 
-    def come_to_load(self, name: str, missing: list[str]) -> None:
-        """As `come`, once in each load of a state dict, which is told by its list of missing keys. name: of what is loaded first."""
-        if missing is not self._load:
+    def come_to_load(self, names: Sequence[str], missing: list[str]) -> None:
+        """As `come`, once in each load of a state dict, which is told by its list of missing keys. names: of what is known of it."""
+        if not self.came_to_load(missing):
             self._load = missing
-            self.come(f"load_state_dict, of {name!r} and what follows")
+            code = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:8]
+            self.come(f"load_state_dict, of {min(names)!r} to {max(names)!r} (code {code} of {counted(len(names), 'name', 'names')})")
+
+    def came_to_load(self, missing: list[str]) -> bool:
+        """Whether this is the load that it came to last."""
+        return missing is self._load
 
     def check_step(self, optimizer: Optimizer, stepped: Callable[[], Sequence[nn.Parameter]], still: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
@@ -244,7 +254,7 @@ def copies() -> list[ModelState]:
 def stepped_by(optimizer: Optimizer) -> list[ModelState]:
     """The states of the models whose parameters an optimizer has, in the same order on all processes."""
     parameters = [group["params"] for group in optimizer.param_groups]
-    here = [state for ref in _live if (state := ref()) is not None]
+    here = [state for ref in tuple(_live) if (state := ref()) is not None]  # one of them may go meanwhile
     found = [state for state in here if not state.ids.keys().isdisjoint(map(id, itertools.chain.from_iterable(parameters)))]
     return sorted(found, key=operator.attrgetter("topic", "number")) if len(found) > 1 else found
 
@@ -290,7 +300,7 @@ def accumulations_in(model: nn.Module) -> list[Accumulation]:
 
 
 def _state_with(parameter: nn.Parameter) -> ModelState | None:
-    return next((state for ref in _live if (state := ref()) is not None and id(parameter) in state.ids), None)
+    return next((state for ref in tuple(_live) if (state := ref()) is not None and id(parameter) in state.ids), None)
 
 
 _distribute = naming_lost_peers(distribute_tensor)
@@ -301,6 +311,7 @@ def _scatter_loaded(
 ) -> None:
     """Plain full tensors of a loaded state dict become shards like the parameters that they go to, with rank 0's values.
     UnsupportedError where they are to take the place of parameters, since optimizers would go on with the old ones."""
+    _come_to_load(module, state_dict, prefix, missing)
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if parameter is None or value is None:
@@ -314,10 +325,25 @@ def _scatter_loaded(
         if not isinstance(parameter, DTensor):
             continue
         refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
-        if not isinstance(value, DTensor) and value.shape == parameter.shape:
+        if _is_whole(value, parameter):
             if state is not None:
-                state.come_to_load(state.ids[id(parameter)], missing)
+                state.come_to_load([state.ids[id(parameter)]], missing)
             state_dict[prefix + name] = _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def _come_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, missing: list[str]) -> None:
+    """With all that the outermost module is given, before any of it is sent."""
+    state = next((found for p in module.parameters() if (found := _state_with(p)) is not None), None)
+    if state is None or state.came_to_load(missing):
+        return
+    named = [(state.ids.get(id(p)), p, state_dict.get(prefix + name)) for name, p in module.named_parameters(remove_duplicate=False)]
+    if names := [name for name, p, value in named if name is not None and isinstance(p, DTensor) and _is_whole(value, p)]:
+        state.come_to_load(names, missing)
+
+
+def _is_whole(value: Any, parameter: DTensor) -> bool:
+    """Whether a value of a state dict is to become rows of this; of what has no values torch says so."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
 
 
 def _marks_of(swapped: Sequence[Swapped]) -> list[tuple[int, ...]]:

@@ -108,14 +108,14 @@ def _asked() -> queue.SimpleQueue[_Question]:
     """What a thread of this process is to ask. See [Note: Who asks]."""
     if (there := _askers.get(os.getpid())) is not None:
         return there
-    asked = _askers[os.getpid()] = queue.SimpleQueue[_Question]()
+    asked = queue.SimpleQueue[_Question]()
 
     def serve() -> None:
         while True:
             asked.get().answer()
 
     threading.Thread(target=serve, name="autoshard asks the store", daemon=True).start()
-    return asked
+    return _askers.setdefault(os.getpid(), asked)
 
 
 def asked_apart(ask: Callable[[], Any]) -> queue.SimpleQueue[Any]:

@@ -50,7 +50,8 @@ def in_whole(state: Mapping[str, Any], keeps: bool) -> dict[str, Any]:
             return full if keeps else None
         if full.layout != torch.strided or storage_of(full) not in here:
             return full.to("cpu", copy=not isinstance(value, DTensor))
-        place = storage_of(full), full.storage_offset(), full.shape, full.stride()
+        seen_as = full.dtype, full.shape, full.stride(), full.is_conj(), full.is_neg()
+        place = storage_of(full), full.storage_offset(), seen_as
         if place not in copies:
             copies[place] = full.to("cpu", copy=True)
         return copies[place]
