@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,9 +26,11 @@ from autoshard.capture import Capture
 from autoshard.config import Config
 from autoshard.console import doing
 from autoshard.cost_model import accuracy
+from autoshard.cost_model.allocator import reserved
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.liveness import Curve
 from autoshard.cost_model.optimizer import Existing, Make
+from autoshard.cost_model.program import Program
 from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
@@ -50,18 +52,51 @@ from autoshard.rehearsal import Known
 from autoshard.units import counted
 
 MOST = 1 << 16  # the largest batch that is looked for
+_ASKED = 12  # points of a way, at most, of which it is computed what an allocator reserves
 PROCESSES = "processes"  # what their number is called among sizes
 Points: TypeAlias = "dict[str, NDArray[np.float64]]"
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: a plan, its memory and its time for all sizes. unknown: what these leave out."""
+    """One way to train: a plan, its memory and its time for all sizes. unknown: what these leave out. program: on GPUs, whose allocator
+    holds more than that."""
 
     plan: Plan
     curve: Curve
     schedule: Schedule
     unknown: tuple[str, ...] = ()
+    program: Program | None = None
+    _reserved: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
+
+    def fitting(self, budget: float, values: Points) -> NDArray[np.bool_]:
+        """Which points fit; on GPUs by what the allocator reserves, which is computed for few of them."""
+        peaks = self.curve.peaks(values)
+        if self.program is None:
+            return peaks <= budget
+        below = np.flatnonzero(peaks <= budget)
+        heights, first = np.unique(peaks[below], return_index=True)
+        return peaks <= _last_within(budget, heights, lambda i: self._held({n: int(each[below[first[i]]]) for n, each in values.items()}))
+
+    def _held(self, sizes: dict[str, int]) -> int:
+        """By the allocator, at one point."""
+        assert self.program is not None
+        if (point := tuple(sizes.values())) not in self._reserved:
+            self._reserved[point] = reserved(self.program, sizes)
+        return self._reserved[point]
+
+
+def _last_within(budget: float, heights: NDArray[np.float64], held: Callable[[int], int]) -> float:
+    """The last of some peaks, which rise, of which no more is held than the budget; less than all where none is known."""
+    fits, exceeds, guess = -1, len(heights), len(heights) - 1
+    for turn in range(_ASKED):
+        if exceeds - fits <= 1:
+            break
+        found = held(guess)
+        fits, exceeds = (guess, exceeds) if found <= budget else (fits, guess)
+        likely = int(np.searchsorted(heights, heights[guess] * budget / found)) if turn % 2 == 0 else (fits + exceeds) // 2
+        guess = min(max(likely, fits + 1), exceeds - 1)
+    return float(heights[fits]) if fits >= 0 else -1.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +142,7 @@ class Sweep:
             if not truth(condition, values).all():
                 raise SweepError(f"the trace holds for {condition} only, which not all of these sizes are")
         peaks, seconds = self._peaks(values), self._seconds(values)
-        fits = np.isfinite(peaks) if self.budget is None else peaks <= self.budget
+        fits = self._fits(values)
         way = np.where(fits.any(0), np.where(fits, seconds, np.inf).argmin(0), peaks.argmin(0))
         chosen: list[Any] = [np.take_along_axis(each, way[None], 0)[0] for each in (peaks, seconds, fits)]
         return Swept(way, *chosen)
@@ -119,8 +154,7 @@ class Sweep:
             raise SweepError("memory_budget: without one every batch fits; legal: bytes, '72GiB', ...")
         batches = np.arange(1, MOST + 1)
         values = self._values({**sizes, "batch": batches})
-        fits = self._peaks(values).min(0) <= self.budget
-        return int(batches[fits & self._held(values)].max(initial=0))
+        return int(batches[self._fits(values).any(0) & self._held(values)].max(initial=0))
 
     def valid(self, **sizes: ArrayLike) -> NDArray[np.bool_]:
         """Whether the trace holds for these sizes."""
@@ -128,16 +162,21 @@ class Sweep:
 
     def _peaks(self, values: Points) -> NDArray[np.float64]:
         """By way and point; infinite where a point has another number of processes."""
-        return self._of_each(lambda way, values: way.curve.peaks(values), values)
+        return self._of_each(lambda way, values: way.curve.peaks(values), values, np.inf)
 
     def _seconds(self, values: Points) -> NDArray[np.float64]:
-        return self._of_each(lambda way, values: way.schedule.seconds(values), values)
+        return self._of_each(lambda way, values: way.schedule.seconds(values), values, np.inf)
 
-    def _of_each(self, figure: Callable[[Way, Points], NDArray[np.float64]], values: Points) -> NDArray[np.float64]:
-        found = np.full((len(self.ways), *values[PROCESSES].shape), np.inf)
+    def _fits(self, values: Points) -> NDArray[np.bool_]:
+        budget = np.inf if self.budget is None else self.budget
+        return self._of_each(lambda way, values: way.fitting(budget, values), values, False)
+
+    def _of_each(self, figure: Callable[[Way, Points], NDArray[Any]], values: Points, elsewhere: Any) -> NDArray[Any]:
+        found = np.full((len(self.ways), *values[PROCESSES].shape), elsewhere)
         for i, way in enumerate(self.ways):
             here = values[PROCESSES] == way.plan.world
-            found[i, here] = figure(way, {name: each[here] for name, each in values.items()})
+            if here.any():
+                found[i, here] = figure(way, {name: each[here] for name, each in values.items()})
         return found
 
     def _held(self, values: Points) -> NDArray[np.bool_]:
@@ -223,7 +262,8 @@ def _ways_on(
         check_can_step(plan, steppers)  # before one is simulated
     for i, plan in enumerate(plans, 1):
         doing(f"simulating configuration {i} of {len(plans)}: {plan.summary}")
-        yield Way(plan, *forecast.costs(plan), forecast.unknown(plan))
+        program = None if cluster.device.is_cpu else forecast.simulated(plan)[0]
+        yield Way(plan, *forecast.costs(plan), forecast.unknown(plan), program)
 
 
 def _plans(forecast: Forecaster, config: Config, where: Circumstances) -> list[Plan]:

@@ -112,7 +112,8 @@ def _largest(sweep: Sweep, world: int, lengths: Sequence[Sizes]) -> Text:
     assert sweep.budget is not None
     where = f" on {counted(world, 'process', 'processes')}" if sweep.worlds[1:] else ""
     most = [_most(sweep, {**sizes, PROCESSES: world}) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
-    return Text(f"The largest batch that fits into {bytes_text(sweep.budget)}{where}: {', '.join(most)}.", style="bold")
+    counted_in = " CUDA's allocator reserves more than peaks; that was counted in." if any(way.program for way in sweep.ways) else ""
+    return Text(f"The largest batch that fits into {bytes_text(sweep.budget)}{where}: {', '.join(most)}.{counted_in}", style="bold")
 
 
 def _most(sweep: Sweep, sizes: Sizes) -> str:

@@ -199,6 +199,20 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("budget", ["40MiB", "100MiB"])
+def test_on_gpus_what_the_allocator_reserves_has_to_fit(budget: str) -> None:
+    config, cluster = Config(memory_budget=budget, codegen="eager", zero=1, recompute="none"), Cluster(1, 2, DEVICES["h100"])
+    sweep = autoshard.sweep(Small(), _tokens(2, 16), config, cluster)
+    most = sweep.largest()
+    fitting = autoshard.plan(Small(), _tokens(most, 16), config, cluster).predicted
+    more = most + 1 + most // 20
+    assert fitting.footprint <= sweep.budget and sweep.at(batch=[most, more]).fits.tolist() == [True, False]
+    assert sweep.at(batch=more).peak <= sweep.budget
+    with pytest.raises(PlanError, match="MiB a process is"):
+        autoshard.plan(Small(), _tokens(more, 16), config, cluster)
+    assert "CUDA's allocator reserves more than peaks; that was counted in." in rendered(sweep_tables(sweep), 200)
+
+
 class Cut(nn.Module):
     """Whose sizes torch computes by way of a float, and with bits."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost_model.program import Program
@@ -118,29 +119,30 @@ class CachingAllocator:
         del self._blocks[block.number]
 
 
-def reserved(program: Program) -> int:
-    """Bytes that are reserved at most while steps of a program repeat, sizes as in the trace."""
+def reserved(program: Program, sizes: Mapping[str, int] | None = None) -> int:
+    """Bytes that are reserved at most while steps of a program repeat, at these sizes; what is not given is as in the trace."""
+    open = program.open.at(sizes) if sizes else program.open
+    bytes_of = [open.number(piece.bytes) for piece in program.pieces]
     allocator, end = CachingAllocator(), len(program.operations)
     made: dict[int, list[int]] = defaultdict(list)
     gone: dict[int, list[int]] = defaultdict(list)
-    for number, piece in enumerate(program.pieces):
-        size = program.open.number(piece.bytes)
+    for number, (piece, size) in enumerate(zip(program.pieces, bytes_of)):
         if size and piece.made < 0:
             allocator.allocate(size)  # what lies there before a step mostly stays
         elif size:
             made[piece.made].append(number)
             gone[min(max(piece.last, piece.made), end)].append(number)
     for _ in range(_STEPS):
-        _run(program, allocator, made, gone)
+        _run(allocator, end, bytes_of, made, gone)
     return allocator.reserved
 
 
 def _run(
-    program: Program, allocator: CachingAllocator, made: dict[int, list[int]], gone: dict[int, list[int]]
+    allocator: CachingAllocator, end: int, sizes: Sequence[int], made: dict[int, list[int]], gone: dict[int, list[int]]
 ) -> None:
     blocks: dict[int, Block] = {}
-    for at in range(len(program.operations) + 1):
+    for at in range(end + 1):
         for number in made[at]:
-            blocks[number] = allocator.allocate(program.open.number(program.pieces[number].bytes))
+            blocks[number] = allocator.allocate(sizes[number])
         for number in gone[at]:
             allocator.release(blocks.pop(number))

@@ -57,6 +57,10 @@ class Open:
             self._known[size] = int(size.xreplace({**numbers, **self.traced}))
         return self._known[size]
 
+    def at(self, sizes: Mapping[str, int]) -> Open:
+        """As if these sizes, by name, had been those of the trace."""
+        return Open(self.names, {symbol: sizes.get(str(symbol), size) for symbol, size in self.traced.items()})
+
     @property
     def sizes(self) -> dict[str, int]:
         """What each was in the trace, by name."""
