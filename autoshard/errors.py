@@ -9,8 +9,10 @@ from autoshard.torch_internals import ThroughDynamo
 
 
 def first_line(error: BaseException) -> str:
-    """Its class and the first line of its text, which may have none (`raise NotImplementedError`, a bare assert)."""
-    return f"{type(error).__name__}: {(str(error).strip() or '(no text)').splitlines()[0]}"
+    """Its class and the first line of its text, with the next where that ends in a colon; it may have none (`raise NotImplementedError`, a
+    bare assert)."""
+    first, *others = (line.strip() for line in (str(error).strip() or "(no text)").splitlines() if line.strip())
+    return f"{type(error).__name__}: {' '.join([first, *others[:1]]) if first.endswith(':') else first}"
 
 
 class AutoshardError(ThroughDynamo):

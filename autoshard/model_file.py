@@ -110,7 +110,6 @@ def from_hf(path: str, batch: int, seq: int | None) -> Candidate:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # validators of many kinds
         raise ModelFileError(f"--hf: {path!r} is no Hugging Face config: {first_line(error)}") from error
-    config.use_cache = False
     with torch.device("meta"):
         model = _hf_model(transformers, config)
         ids = torch.zeros(batch, _tokens(config, seq), dtype=torch.long)
@@ -130,6 +129,9 @@ def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
         raise ModelFileError(
             f"--hf: {config.model_type!r} is no causal language model; write a model.py with:\n{_PASTE}"
         )
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else type(quantized).__name__
+        raise ModelFileError(f"--hf: this config is of quantized weights ({method}), which are not trained; legal: one without quantization_config")
     config.use_cache = False  # nothing is generated; transformers' Trainer sets it too
     try:
         return factory.from_config(config)  # type: ignore[no-any-return]

@@ -139,6 +139,8 @@ CONFIGS = {
     "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 64},
     "vit": {"model_type": "vit"},
+    "unlike": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5},
+    "quantized": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
     "broken": {"model_type": "llama", "hidden_size": "many"},
 }  # fmt: skip
 
@@ -332,6 +334,8 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["--hf", "{llama}", "--seq", "65"], "--seq: 65 is more than the 64 positions"),
         (["--hf", "{vit}"], "'vit' is no causal language model; write a model.py"),
         (["--hf", "{broken}"], "--hf: "),
+        (["--hf", "{unlike}"], "hidden size (64) is not a multiple of the number of attention heads (5)"),
+        (["--hf", "{quantized}"], "this config is of quantized weights (gptq), which are not trained"),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(

@@ -17,7 +17,7 @@ from autoshard.cache import cache_folder, readable
 from autoshard.cost_model.collectives import COLLECTIVES, Group, is_table_name
 from autoshard.cost_model.hardware import DEVICES, RATES, Device, Link
 from autoshard.cost_model.kernels import BY_DTYPE, DTYPES, KERNELS, REACHED_BANDWIDTH, REACHED_FLOPS, is_table
-from autoshard.errors import ClusterError
+from autoshard.errors import ClusterError, nearest
 from autoshard.units import amount_of
 
 
@@ -145,7 +145,7 @@ def _rounded(rate: float) -> float:
 def preset(name: Any) -> Device:
     """The device of this name."""
     if not isinstance(name, str) or name not in DEVICES:
-        raise ClusterError(f"device: {name!r} is not known; legal: {', '.join(DEVICES)}")
+        raise ClusterError(f"device: {name!r} is not known; {nearest(name, tuple(DEVICES))}")
     return DEVICES[name]
 
 

@@ -67,7 +67,8 @@ class Device:
         for name in ("name", "source"):
             if not isinstance(value := getattr(self, name), str):
                 raise ClusterError(f"{name}: {value!r} is not legal; legal: a text")
-        _in_range("memory", self.memory, 0, 1e14, "bytes")
+        if self.memory != 0:
+            _in_range("memory", self.memory, 1e6, 1e14, "bytes ('80GB' is a legal text for so many), or 0 where it is not known")
         _in_range("bandwidth", self.bandwidth, 1e6, 1e15, "bytes a second")
         _in_range("launch", self.launch, 0, 1, "seconds")
         _in_range("message", self.message, 0, 1, "seconds")
