@@ -1109,6 +1109,16 @@ def job_store(prefix: str) -> Any:
     return PrefixStore(prefix, _get_default_store())
 
 
+def forget_meshes() -> None:
+    """Empties what DTensor remembers of meshes: it finds them by shape, so those of groups that are gone too, and keeps these groups and
+    their store. Seen: 2.11, 2.13."""
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
+
+
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that graphs call by this name. Seen: 2.11, 2.13."""
     found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

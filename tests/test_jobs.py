@@ -67,6 +67,25 @@ def test_a_group_may_be_destroyed_and_another_started() -> None:
         assert ended.code == 0 and "turn 1" in ended.output, ended.output
 
 
+def test_a_model_of_a_later_group_is_not_sharded_over_groups_that_are_gone() -> None:
+    body = """
+    import copy, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.new_group([0]), dist.new_group([0, 1])  # so that later ones have other names
+    for turn in range(2):
+        again = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(again.parameters())
+        compiled(again)(torch.randn(4, 8)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(again.parameters(), 1.0)
+        optimizer.step()
+        dist.barrier()
+        dist.destroy_process_group()
+        print("turn", turn)
+    """
+    for ended in launch(2, textwrap.dedent(body), timeout=60):
+        assert ended.code == 0 and "turn 1" in ended.output, ended.output
+
+
 def test_one_process_is_left_alone() -> None:
     body = _steps() + "print(autoshard.plan_of(model).leaves_alone, type(model[0].weight).__name__)"
     (ended,) = launch(1, body)

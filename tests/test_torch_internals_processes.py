@@ -108,6 +108,19 @@ def test_a_job_s_collectives_go_in_turn(two: Processes, tmp_path: Path, mesh: di
     assert two.run(_groups, mesh, tmp_path) == [({"gloo_in_turn"}, {60.0})] * 2
 
 
+def test_what_meshes_that_are_gone_were_asked_is_not_answered_for_them() -> None:
+    meshes = []
+    for _ in range(2):
+        dist.init_process_group("fake", rank=0, world_size=3)
+        try:
+            meshes.append(init_device_mesh("cpu", (3,)))
+            rows = distribute_tensor(torch.zeros(7, 2), meshes[-1], [Shard(0)], src_data_rank=None)
+            assert (rows + rows).device_mesh is meshes[-1]
+        finally:
+            dist.destroy_process_group()
+        torch_internals.forget_meshes()
+
+
 def test_rows_become_a_dtensor_like_another() -> None:
     dist.init_process_group("fake", rank=1, world_size=3)
     try:
