@@ -95,7 +95,8 @@ def _as_it_is(module: nn.Module, name: str, accumulation: Accumulation) -> nn.Pa
 def _refuse_change(module: nn.Module, name: str) -> NoReturn:
     raise UnsupportedError(
         f"parameter {name!r} of a {type(module).__name__} cannot become something else after the first call; legal: prune, parametrize "
-        "and the like before it, and their removal in a plain model that loads autoshard.state_dict"
+        "and the like before it (PEFT's target_parameters do so in each forward), and their removal in a plain model that loads "
+        "autoshard.state_dict"
     )
 
 

@@ -93,7 +93,7 @@ class Patience:
             ranks = absent()
             return DisagreementError(
                 f"{named(ranks)} did not come to {what} within {self.timeout:g} s{watch.places(ranks)}; every process "
-                "must, with Config(timeout=...) long enough"
+                "must, with Config(timeout=...) long enough; of one that ended its own log says why"
             )
 
         wait_until(ready, self.timeout, late, failed, lambda: watch.missed(watched(), what))
