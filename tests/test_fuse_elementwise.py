@@ -24,7 +24,7 @@ from autoshard.passes.base import Context
 from autoshard.passes.dump import Dump
 from autoshard.passes.fuse_elementwise import FuseElementwise
 from autoshard.passes.manager import PassManager
-from tests.kernels import CONTEXT, fused, random, traced
+from tests.kernels import CONTEXT, apart, fused, random, run, traced
 from tests.models import CASES
 from tests.small import Net, in_full, same
 
@@ -52,6 +52,37 @@ def step(model: nn.Module, inputs: dict[str, Any], inductor: bool, context: Cont
     changed = [name for ran in manager.history if ran.name == "fuse_elementwise" for name in ran.changed]
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [loss.detach(), *grads], [name for name in changed if name.startswith("autoshard.")]
+
+
+SEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda s: s,
+    "in one dimension": lambda s: s.view(-1),
+    "transposed": lambda s: s.t(),
+    "permuted, with one more": lambda s: s.unsqueeze(0).permute(2, 0, 1),
+    "a part": lambda s: s[:, 2:],
+    "one row": lambda s: s.select(0, 1),
+    "several times": lambda s: s.unsqueeze(0).expand(3, 4, 6),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("kept", ["another dtype", "a copy"])
+def test_a_sum_over_rows_is_written_as_it_lies_whatever_is_seen_of_it(seen: str, kept: str) -> None:
+    x, w = random((600, 4, 6), torch.float32, 1), random((600, 4, 6), torch.float32, 2)
+
+    def of(s: Tensor) -> Tensor:
+        what = SEEN[seen](s)
+        return what.to(torch.bfloat16) if kept == "another dtype" else what.clone(memory_format=torch.contiguous_format)
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        y = (x * w + 1).relu()
+        return [y, of(y.sum(0))]
+
+    gm = traced(function, [x, w])
+    assert fused(gm)
+    (y, found), (expected, total) = run(gm, [x, w]), function(x, w)
+    assert apart(y, expected) < 1e-6 and found.dtype is total.dtype and found.stride() == total.stride()
+    assert apart(found, total) < (1e-5 if kept == "a copy" else 2**-7)
 
 
 @pytest.mark.parametrize("name", ["vit", in_full("gpt2"), in_full("llama"), in_full("bert"), in_full("t5")])

@@ -52,6 +52,7 @@ REDUCTIONS = {
     "amin": Reduction('float("inf")', "minimum", "minimum"),
 }
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach"])
+ALIKE = VIEWS - {"permute", "transpose", "t", "expand", "slice", "select"}  # all of what they are of, in its order
 DRAWN = "keep"  # see `random`
 _BESIDE_ATEN = {("prims", "iota"), ("prims", "convert_element_type"), ("autoshard", DRAWN)}
 JOINS = frozenset(["cat", "slice_backward"])  # a number of theirs is one of several's

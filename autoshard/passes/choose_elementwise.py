@@ -25,6 +25,7 @@ from autoshard.cost_model.work import Work
 from autoshard.kernels.elementwise import LONGEST, Space
 from autoshard.kernels.nodes import adds_rows, is_plain, is_total, reduced_dims, shape_of
 from autoshard.kernels.primitives import (
+    ALIKE,
     COMPOSITE,
     CONSTANT,
     DRAWN,
@@ -131,8 +132,11 @@ class _Grouping:
         self.of.update(dict.fromkeys(nodes, region))
 
     def _see_view(self, node: Node) -> None:
-        """A view of what is in a region is in it too, and so is a total of another dtype."""
+        """A view of what is in a region is in it too, and so is a total of another dtype; not what has a total in another order, or a part
+        of it, since a total's numbers are written as they are found."""
         region = self.of.get(node.args[0])  # type: ignore[arg-type]
+        if is_total(node.args[0]) and name_of(node.target) not in ALIKE | SAME:
+            return
         if region is not None and id(region) in self.open and _reads_tensors(node) and self._may_move(region.nodes, node):
             self._put([node], region)
 
