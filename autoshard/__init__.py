@@ -77,7 +77,8 @@ def report(model: nn.Module) -> Report:
 def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
     state = _state.state_of(model)
     if state is None:
-        raise AutoshardError(f"autoshard.{what} takes a model after its first compiled call")
+        part = " (this is a part of one)" if _state.has_rows_of_another(model) else ""
+        raise AutoshardError(f"autoshard.{what} takes a model that was compiled, after its first call{part}")
     return state
 
 

@@ -125,7 +125,7 @@ def _tokens(config: Any, seq: int | None) -> int:
 
 def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
     factory = transformers.AutoModelForCausalLM
-    if type(config) not in factory._model_mapping:
+    if type(config) not in factory._model_mapping or config.is_encoder_decoder:  # of which it would be half the model
         raise ModelFileError(
             f"--hf: {config.model_type!r} is no causal language model; write a model.py with:\n{_PASTE}"
         )

@@ -27,8 +27,8 @@ from autoshard.plan import Plan
 from autoshard.rehearsal import Known
 from autoshard.runtime.fused_step import unfusable
 from autoshard.runtime.optimizers import check_steps_on_shards, first_unable, states_of
-from autoshard.skipped import refuse_recurrent, refuse_sparse
 from autoshard.units import parse_bytes
+from autoshard.unshardable import refuse_kinds
 
 MOST_MESSAGES = 100_000  # of a plan, which somebody may have edited: each has operations and simulated time of its own
 RESERVE = 0.1  # share of free memory that is left to fragmentation and the libraries
@@ -85,8 +85,7 @@ def forecaster(
 def trace(model: nn.Module, example_inputs: Any, config: Config, world: int, open: bool = False) -> Capture:
     """The model's graph as so many processes compute it, which refuse what a job does; open as of `capture`."""
     if world > 1:
-        refuse_recurrent(model)
-        refuse_sparse(model)
+        refuse_kinds(model)
     return capture(model, example_inputs, config.dtypes_on(world)[0], open)
 
 

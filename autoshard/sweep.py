@@ -52,7 +52,6 @@ from autoshard.rehearsal import Known
 from autoshard.units import counted
 
 MOST = 1 << 16  # the largest batch that is looked for
-_ASKED = 12  # points of a way, at most, of which it is computed what an allocator reserves
 PROCESSES = "processes"  # what their number is called among sizes
 Points: TypeAlias = "dict[str, NDArray[np.float64]]"
 
@@ -69,7 +68,7 @@ class Way:
     program: Program | None = None
     _reserved: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
-    def fitting(self, budget: float, values: Points) -> NDArray[np.bool_]:
+    def fitting(self, budget: int, values: Points) -> NDArray[np.bool_]:
         """Which points fit; on GPUs by what the allocator reserves, which is computed for few of them."""
         peaks = self.curve.peaks(values)
         if self.program is None:
@@ -87,15 +86,17 @@ class Way:
 
 
 def _last_within(budget: float, heights: NDArray[np.float64], held: Callable[[int], int]) -> float:
-    """The last of some peaks, which rise, of which no more is held than the budget; less than all where none is known."""
-    fits, exceeds, guess = -1, len(heights), len(heights) - 1
-    for turn in range(_ASKED):
-        if exceeds - fits <= 1:
-            break
-        found = held(guess)
-        fits, exceeds = (guess, exceeds) if found <= budget else (fits, guess)
-        likely = int(np.searchsorted(heights, heights[guess] * budget / found)) if turn % 2 == 0 else (fits + exceeds) // 2
-        guess = min(max(likely, fits + 1), exceeds - 1)
+    """The last of some peaks, which rise, of which no more is held than the budget; less than all where there is none. Between the nearest
+    ones that are known it is looked for where a straight line has the budget, and every third time in the middle."""
+    fits, exceeds, known = -1, len(heights), dict[int, int]()
+    while exceeds - fits > 1:
+        guess = len(heights) - 1
+        if known:
+            (low, least), (high, most) = ((heights[i], known[i]) if i in known else (0.0, 0) for i in (fits, exceeds))
+            likely = int(np.searchsorted(heights, low + (high - low) * (budget - least) / (most - least), "right")) - 1
+            guess = min(max((fits + exceeds) // 2 if len(known) % 3 == 0 else likely, fits + 1), exceeds - 1)
+        known[guess] = held(guess)
+        fits, exceeds = (guess, exceeds) if known[guess] <= budget else (fits, guess)
     return float(heights[fits]) if fits >= 0 else -1.0
 
 
@@ -168,7 +169,9 @@ class Sweep:
         return self._of_each(lambda way, values: way.schedule.seconds(values), values, np.inf)
 
     def _fits(self, values: Points) -> NDArray[np.bool_]:
-        budget = np.inf if self.budget is None else self.budget
+        budget = self.budget
+        if budget is None:
+            return np.isfinite(self._peaks(values))
         return self._of_each(lambda way, values: way.fitting(budget, values), values, False)
 
     def _of_each(self, figure: Callable[[Way, Points], NDArray[Any]], values: Points, elsewhere: Any) -> NDArray[Any]:

@@ -33,6 +33,7 @@ def sweep_tables(
         *(part for world in sweep.worlds for part in _of_world(sweep, world, lengths, batches)),
         Text(""),
         *(_largest(sweep, world, lengths) for world in sweep.worlds if sweep.budget is not None),
+        *_reserved(sweep),
         *_bands(sweep),
         *not_modelled(dict.fromkeys(what for way in sweep.ways for what in way.unknown)),
         *_reasons(sweep),
@@ -112,8 +113,7 @@ def _largest(sweep: Sweep, world: int, lengths: Sequence[Sizes]) -> Text:
     assert sweep.budget is not None
     where = f" on {counted(world, 'process', 'processes')}" if sweep.worlds[1:] else ""
     most = [_most(sweep, {**sizes, PROCESSES: world}) + "".join(f" at {n} {s}" for n, s in sizes.items()) for sizes in lengths]
-    counted_in = " CUDA's allocator reserves more than peaks; that was counted in." if any(way.program for way in sweep.ways) else ""
-    return Text(f"The largest batch that fits into {bytes_text(sweep.budget)}{where}: {', '.join(most)}.{counted_in}", style="bold")
+    return Text(f"The largest batch that fits into {bytes_text(sweep.budget)}{where}: {', '.join(most)}.", style="bold")
 
 
 def _most(sweep: Sweep, sizes: Sizes) -> str:
@@ -123,6 +123,13 @@ def _most(sweep: Sweep, sizes: Sizes) -> str:
         return f"{batch} or more"
     held = sweep.valid(batch=np.arange(batch + 1, MOST + 1), **sizes).any()
     return str(batch) if held else f"{batch} (the trace holds for no larger one)"
+
+
+def _reserved(sweep: Sweep) -> list[RenderableType]:
+    """That more has to fit than is shown."""
+    if sweep.budget is None or not any(way.program for way in sweep.ways):
+        return []
+    return [Text("What CUDA's allocator reserves, which is more than the peak, has to fit.", style="dim")]
 
 
 def _bands(sweep: Sweep) -> list[RenderableType]:

@@ -23,11 +23,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     """A model that would train something else, silently."""
     refuse_unusable(model)
     _refuse_ddp_around(model)
-    refuse_recurrent(model)
-    refuse_scripted(model)
-    refuse_sparse(model)
-    refuse_wrapped(model)
-    refuse_exact_types(model)
+    refuse_kinds(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
@@ -44,6 +40,15 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
                 f"parameter {name!r} has hooks or a gradient from before its first call, which would be lost; "
                 "register hooks after it, and zero_grad before it"
             )
+
+
+def refuse_kinds(model: nn.Module) -> None:
+    """By what its modules are alone, which plans look at too."""
+    refuse_recurrent(model)
+    refuse_scripted(model)
+    refuse_sparse(model)
+    refuse_wrapped(model)
+    refuse_exact_types(model)
 
 
 def refuse_unsent(model: nn.Module) -> None:

@@ -123,6 +123,8 @@ def misfit():
 def recurrent():
     return nn.LSTM(8, 8), torch.zeros(3, 2, 8)
 
+def scripted():
+    return nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))), torch.zeros(2, 8)
 def recurrent_inside():
     return nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)), torch.zeros(3, 2, 8)
 """
@@ -139,6 +141,7 @@ CONFIGS = {
     "llama": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 64},
     "vit": {"model_type": "vit"},
+    "bart": {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]},
     "unlike": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5},
     "quantized": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
     "broken": {"model_type": "llama", "hidden_size": "many"},
@@ -308,6 +311,7 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),
         (["{model}:misfit"], "cannot be called with these example inputs"),
         (["{model}:recurrent", "--nproc-per-node", "2"], "the model is an LSTM: Dynamo leaves it out of every graph"),
+        (["{model}:scripted", "--nproc-per-node", "2"], "module '1' is TorchScript, which Dynamo leaves out of every graph"),
         (["{model}:recurrent_inside", "--nproc-per-node", "2"], "module '1' is an LSTM: Dynamo leaves it out of every graph"),
         (["nowhere.py"], "is no Python file"),
         ([], "give one of: a model file, or --hf"),
@@ -333,6 +337,7 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["--hf", "{llama}", "--seq", "-1"], "seq: -1 is not legal"),
         (["--hf", "{llama}", "--seq", "65"], "--seq: 65 is more than the 64 positions"),
         (["--hf", "{vit}"], "'vit' is no causal language model; write a model.py"),
+        (["--hf", "{bart}"], "'bart' is no causal language model; write a model.py"),
         (["--hf", "{broken}"], "--hf: "),
         (["--hf", "{unlike}"], "hidden size (64) is not a multiple of the number of attention heads (5)"),
         (["--hf", "{quantized}"], "this config is of quantized weights (gptq), which are not trained"),

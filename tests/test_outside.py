@@ -208,6 +208,32 @@ def test_a_write_inside_gathered_is_refused(two: Cluster, how: str) -> None:
         assert "['up.weight'] were written inside `gathered`" in text
 
 
+def step_inside(zero: int) -> None:
+    model, _, compiled = compiled_pair(config(zero))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(torch.ones(4, 8)).backward()
+    with autoshard.gathered(model):
+        optimizer.step()
+
+
+def test_a_step_inside_gathered_is_refused_where_rows_would_step(two: Cluster) -> None:
+    for text in two.run(what_is_said, step_inside, 3):
+        assert text.startswith("UnsupportedError: a step inside autoshard.gathered(model) would leave its whole parameters as they are")
+    assert two.run(what_is_said, step_inside, 0) == ["nothing"] * 2
+
+
+def gather_a_part() -> None:
+    model, _, compiled = compiled_pair(config(3))
+    compiled(torch.ones(4, 8)).backward()
+    with autoshard.gathered(model.up):
+        pass
+
+
+def test_gathered_takes_no_part_of_a_model(two: Cluster) -> None:
+    for text in two.run(what_is_said, gather_a_part):
+        assert text.endswith("autoshard.gathered takes a model that was compiled, after its first call (this is a part of one)")
+
+
 def evaluate_alone_first() -> None:
     """As loops do that evaluate once before they train."""
     _, _, compiled = compiled_pair(config(3))

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from autoshard.errors import DisagreementError
+from autoshard.errors import ConfigError, DisagreementError
 from autoshard.runtime import presence
 from autoshard.runtime.presence import Patience, SignsOfLife
 
@@ -98,6 +98,14 @@ def test_a_connection_that_comes_late_has_signs(monkeypatch: pytest.MonkeyPatch)
     there.set()
     store.wait(["autoshard/alive/3"])
     signs.end()
+
+
+@pytest.mark.parametrize("port", ["abc", "-1"])
+def test_a_port_that_is_none_is_named_at_once(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"environment: MASTER_PORT is '{port}'"):
+        Patience(30.0, 30.0, print).wait_for_store()
 
 
 @pytest.mark.parametrize(

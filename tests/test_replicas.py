@@ -269,6 +269,18 @@ def test_fingerprints_differ_where_values_change_places(size: int) -> None:
     assert fingerprints([values.view(2, -1).flip(0)]) != [mark]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_fingerprints_differ_where_only_signs_do(dtype: torch.dtype) -> None:
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    signs = torch.randint(0, 2, (40, 3000), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    ones = values.abs().sign() if not dtype.is_complex else torch.ones_like(values)
+    others = [values, -values, *(values * s for s in signs), *(ones * s for s in signs)]
+    if dtype.is_complex:
+        others.append(values.conj())
+    marks = fingerprints(others)
+    assert len(set(marks)) == len(marks)
+
+
 def test_fingerprints_of_sparse_tensors() -> None:
     eye = torch.eye(3).to_sparse()
     once, twice, same = fingerprints([eye, 2 * eye, torch.eye(3).to_sparse()])

@@ -210,7 +210,7 @@ def test_on_gpus_what_the_allocator_reserves_has_to_fit(budget: str) -> None:
     assert sweep.at(batch=more).peak <= sweep.budget
     with pytest.raises(PlanError, match="MiB a process is"):
         autoshard.plan(Small(), _tokens(more, 16), config, cluster)
-    assert "CUDA's allocator reserves more than peaks; that was counted in." in rendered(sweep_tables(sweep), 200)
+    assert "What CUDA's allocator reserves, which is more than the peak, has to fit." in rendered(sweep_tables(sweep), 200)
 
 
 class Cut(nn.Module):

@@ -13,6 +13,8 @@ from autoshard.units import counted
 
 _WORD = 8  # bytes; taken byte by byte it is twenty times as slow
 _ROW = 1024  # words that have a weight each; of a tensor with more, rows of so many are summed up along both their directions
+_PIECE = 1 << 18  # words that are mixed at once
+_SHIFT = 29  # which puts signs, of numbers of 2, 4 or 8 bytes, where no other ones are
 _GAMMA, _MIX, _MIX_MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
 
 
@@ -20,7 +22,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Of each tensor, dense or sparse, what differs where its values do; read from the device at once.
 
     The hash is an exclusive or, in which equal words cancel, and which is the same in any order; the sum of words times weights, of
-    which there is one for each place, tells those apart.
+    which there is one for each place, tells those apart. For that a word's upper bits are mixed into its lower ones: of the highest one,
+    a sign, all odd weights make the same.
     """
     parts = [_parts(t.detach()) for t in tensors]
     flat = [part for each in parts for part in each]
@@ -55,7 +58,8 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _hash_and_sum(words: Tensor) -> list[Tensor]:
-    return [torch.hash_tensor(words).view(torch.int64), _weighed(words)]
+    pieces = [_weighed(piece ^ (piece >> _SHIFT & (1 << 64 - _SHIFT) - 1)) for piece in words.long().split(_PIECE)]
+    return [torch.hash_tensor(words).view(torch.int64), _weighed(torch.stack(pieces)) if len(pieces) > 1 else pieces[0]]
 
 
 def _weighed(words: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError
 from autoshard.runtime import launched
-from autoshard.runtime.waiting import SHOWN, Answering, asked_apart, missing, named, wait_until
+from autoshard.runtime.waiting import SHOWN, Answer, Answering, asked_apart, missing, named, wait_until
 
 Ranks = Callable[[], list[int]]
 INTERVAL = 1.0  # seconds between signs
@@ -226,16 +226,18 @@ class _Line:
 
     def __init__(self, sensible: Callable[[], bool], make: Callable[[], Any | None]) -> None:
         self._sensible, self._make = sensible, make
-        self._coming: queue.SimpleQueue[Any] | None = None
+        self._coming: queue.SimpleQueue[Answer] | None = None
         self._store: Any | None = None
 
     def store(self) -> Any | None:
-        """None where there is none yet."""
+        """None where there is none yet. Raises what the making of it raised."""
         if self._coming is None and self._store is None and self._sensible():
             self._coming = asked_apart(self._make)
         if self._coming is not None:
             with contextlib.suppress(queue.Empty):
-                self._store, self._coming = self._coming.get(timeout=_LOOK), None
+                (self._store, error), self._coming = self._coming.get(timeout=_LOOK), None
+                if error is not None:
+                    raise error
         return self._store
 
 

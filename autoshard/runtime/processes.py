@@ -151,8 +151,8 @@ def build_mesh(device_type: str, axes: tuple[tuple[str, int], ...], timeout: flo
     assert dist.get_world_size() == math.prod(sizes), "check_plan_fits comes first"
     if timeout is not None:
         _timeouts.setdefault(dist.group.WORLD, timedelta(seconds=timeout))
-    if dist.group.WORLD not in _made:
-        weakref.finalize(dist.group.WORLD, torch_internals.forget_meshes).atexit = False
+    if dist.group.WORLD not in _made:  # there may have been others before
+        torch_internals.forget_meshes()
     made, ranks = _made.setdefault(dist.group.WORLD, {}), torch.arange(math.prod(sizes), device="cpu").view(sizes)
     if (device_type, axes) in made:
         groups = [torch_internals.group_named(name) for name in made[device_type, axes]]

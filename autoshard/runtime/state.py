@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +70,8 @@ class ModelState:
     early: Early | None = None
     steps: dict[str, str] = field(default_factory=dict)
     reporter: Callable[[ModelState], Any] | None = None
-    _load: list[str] | None = field(default=None, init=False)
+    _loads: list[str] | None = field(default=None, init=False)
+    _announced: set[str] = field(default_factory=set, init=False)
 
     def names(self) -> dict[int, str]:
         """The names by id of the parameters that the model has now, those of the first call where they had one then (a
@@ -197,16 +198,19 @@ class ModelState:
         if self.plan.sharded and self.lockstep is not None:
             self.lockstep.come(what)
 
-    def come_to_load(self, names: Sequence[str], missing: list[str]) -> None:
-        """As `come`, once in each load of a state dict, which is told by its list of missing keys. names: of what is known of it."""
-        if not self.came_to_load(missing):
-            self._load = missing
+    def come_to_load(self, names: Collection[str], missing: list[str]) -> None:
+        """As `come`, in each load of a state dict, which is told by its list of missing keys; once for all of it, and again for what a hook
+        gave a name behind that. names: of what is loaded."""
+        if missing is not self._loads:
+            self._loads, self._announced = missing, set()
+        if names := set(names) - self._announced:
+            self._announced |= names
             code = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:8]
             self.come(f"load_state_dict, of {min(names)!r} to {max(names)!r} (code {code} of {counted(len(names), 'name', 'names')})")
 
-    def came_to_load(self, missing: list[str]) -> bool:
-        """Whether this is the load that it came to last."""
-        return missing is self._load
+    def is_loading(self, missing: list[str]) -> bool:
+        """Whether it came to this load."""
+        return missing is self._loads
 
     def check_step(self, optimizer: Optimizer, stepped: Callable[[], Sequence[nn.Parameter]], still: bool) -> None:
         """Refuses a step on gradients that no compiled graph reduced, or not alike, or by other options than on other processes, which
@@ -218,6 +222,8 @@ class ModelState:
             )
         if still:
             return
+        if self.plan.sharded and self.accumulation.gathered:
+            raise UnsupportedError("a step inside autoshard.gathered(model) would leave its whole parameters as they are; legal: behind it")
         if self.residues:
             refuse_lost(self.residues, stepped())
         never = self.ids.keys() - self.compiled
@@ -303,6 +309,11 @@ def _state_with(parameter: nn.Parameter) -> ModelState | None:
     return next((state for ref in tuple(_live) if (state := ref()) is not None and id(parameter) in state.ids), None)
 
 
+def has_rows_of_another(module: nn.Module) -> bool:
+    """Whether it has parameters of a model that carries a state, as a part of that has."""
+    return any(_state_with(p) is not None for p in torch_internals.original_of(module).parameters())
+
+
 _distribute = naming_lost_peers(distribute_tensor)
 
 
@@ -326,17 +337,16 @@ def _scatter_loaded(
             continue
         refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
         if _is_whole(value, parameter):
-            if state is not None:
-                state.come_to_load([state.ids[id(parameter)]], missing)
             state_dict[prefix + name] = _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def _come_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, missing: list[str]) -> None:
     """With all that the outermost module is given, before any of it is sent."""
     state = next((found for p in module.parameters() if (found := _state_with(p)) is not None), None)
-    if state is None or state.came_to_load(missing):
+    if state is None:
         return
-    named = [(state.ids.get(id(p)), p, state_dict.get(prefix + name)) for name, p in module.named_parameters(remove_duplicate=False)]
+    here = module.named_parameters(recurse=not state.is_loading(missing), remove_duplicate=False)
+    named = [(state.ids.get(id(p)), p, state_dict.get(prefix + name)) for name, p in here]
     if names := [name for name, p, value in named if name is not None and isinstance(p, DTensor) and _is_whole(value, p)]:
         state.come_to_load(names, missing)
 

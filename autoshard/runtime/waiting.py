@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -26,6 +26,7 @@ from autoshard.errors import PeerLostError
 
 PATIENCE = 5.0  # seconds after which those who wait say for whom
 SHOWN = 16  # ranks that a text names; it counts the others
+Answer: TypeAlias = "tuple[Any, BaseException | None]"  # what it is, or the error that there was
 _SHORTEST, _LONGEST = 0.0005, 0.25  # seconds between looks at the store
 _ASK = 0.5  # between questions whether it is in vain
 
@@ -74,7 +75,7 @@ class Answering:
         except queue.Empty:
             question.given_up = True
             if _askers.get(os.getpid()) is asked:
-                del _askers[os.getpid()]
+                _askers.pop(os.getpid(), None)  # another thread may have
             raise PeerLostError(
                 f"the process that hosts the job's store (rank 0, most often) gave no answer for {self.seconds:g} s: it is stopped, or its "
                 "machine is gone; look at its own log"
@@ -89,7 +90,7 @@ class _Question:
     """given_up: nobody waits for the answer, so what was not asked by then is not."""
 
     ask: Callable[[], Any]
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
     given_up: bool = False
 
     def answer(self) -> None:
@@ -118,11 +119,11 @@ def _asked() -> queue.SimpleQueue[_Question]:
     return _askers.setdefault(os.getpid(), asked)
 
 
-def asked_apart(ask: Callable[[], Any]) -> queue.SimpleQueue[Any]:
+def asked_apart(ask: Callable[[], Any]) -> queue.SimpleQueue[Answer]:
     """Where the answer will be, once there is one: a thread of its own waits for it, for which the end of the process does not wait."""
-    answers = queue.SimpleQueue[Any]()
-    threading.Thread(target=lambda: answers.put(ask()), name="autoshard asks apart", daemon=True).start()
-    return answers
+    question = _Question(ask)
+    threading.Thread(target=question.answer, name="autoshard asks apart", daemon=True).start()
+    return question.answers
 
 
 def missing(store: Any, ranks: Sequence[int]) -> list[int]:
