@@ -124,7 +124,8 @@ def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ope
     torch_internals.ignore_messages_given_once()
     try:
         # other sizes as they are: Dynamo would take for open what differs from an earlier trace of the same code
-        torch.compile(shadow, backend=read, dynamic=False)(*args, **kwargs)
+        with torch_internals.raising_errors():  # of which the capture is one
+            torch.compile(shadow, backend=read, dynamic=False)(*args, **kwargs)
     except _Captured as captured:
         return _captured(shadow, captured, opened)
     return None

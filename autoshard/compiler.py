@@ -14,6 +14,7 @@ import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ from autoshard.runtime.residue import giving_leaves
 from autoshard.runtime.state import ModelState, copies, state_of
 from autoshard.unshardable import refuse_unplanned, refuse_what_cannot_be_sharded
 
+_made: weakref.WeakSet[Backend] = weakref.WeakSet()
+
 
 class Backend:
     """A backend for torch.compile, one for each model or shared by several; see `autoshard.backend`."""
@@ -57,7 +60,14 @@ class Backend:
     __name__ = "autoshard"
 
     def __init__(self, config: Config | None = None) -> None:
+        if processes.launched_size() > 1 and not torch_internals.compiles():
+            raise ConfigError(
+                "torch.compile is told to compile nothing (by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE in the environment, or by "
+                "torch._dynamo.config.disable), so processes would silently differ; legal: none of these, or codegen='eager' to look for errors"
+            )
         self.config = config or Config()
+        self.served = False  # whether it had a model
+        _made.add(self)
         self._states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._manager: PassManager | None = None
         self._phases = Phases(shown=False)
@@ -130,7 +140,7 @@ class Backend:
         return state and self._adopted(state)
 
     def _adopted(self, state: ModelState) -> ModelState:
-        state.reporter = self.report
+        self.served, state.reporter = True, self.report
         self._states.add(state)
         return state
 
@@ -140,6 +150,7 @@ class Backend:
         """The state of a model that was planned and sharded, now or by another backend."""
         world = self._join(model)
         if (state := state_of(model)) is not None:  # another backend may have had the first call
+            self._warn_of_another(state)
             return state
         if world.size > 1:
             self._warn_behind_a_break()
@@ -148,6 +159,15 @@ class Backend:
             return None
         manager, patience = self.manager(world.rank), self._patience()
         return FirstCall(self.config, manager, self._phases, whole, graph, world, patience).carry_out()
+
+    def _warn_of_another(self, state: ModelState) -> None:
+        """That the other backend's config counts."""
+        other = getattr(state.reporter, "__self__", self)
+        changed = [f.name for f in fields(Config) if getattr(other.config, f.name) != getattr(self.config, f.name)]
+        if changed and state.world.rank == 0:
+            self._phases.warn(
+                f"this model was sharded by another backend, whose config it keeps: another {changed[0]} is for a model before its first call"
+            )
 
     def _warn_behind_a_break(self) -> None:
         if torch_internals.behind_a_break():
@@ -311,7 +331,7 @@ def _refuse(said: Mapping[str, Any]) -> None:
 
 
 _registered: dict[str, Backend] = {}
-skipped.watch(lambda backend: backend is registered or isinstance(backend, Backend))
+skipped.watch(lambda backend: backend is registered or isinstance(backend, Backend), _made)
 
 
 def _backend_with(options: dict[str, Any]) -> Backend:

@@ -73,6 +73,7 @@ class DivergenceError(AutoshardError):
 
 def nearest(value: Any, legal: tuple[Any, ...]) -> str:
     """The end of an error message: what was probably meant, and all that is legal."""
-    close = difflib.get_close_matches(str(value).lower(), [str(v) for v in legal], n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    texts = {str(v): v for v in legal}
+    close = difflib.get_close_matches(str(value).lower(), list(texts), n=1, cutoff=0.5)
+    hint = f"did you mean {texts[close[0]]!r}? " if close else ""
     return hint + "legal: " + ", ".join(repr(v) for v in legal)

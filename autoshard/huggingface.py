@@ -11,6 +11,7 @@ resume from them.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -37,10 +38,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._compile_with(autoshard)
 
     @classmethod
-    def in_place_of(cls, plain: accelerate.Accelerator, config: Config | None) -> Accelerator:
-        """The accelerator that somebody else made, as one of these: it is the same object."""
+    def in_place_of(cls, plain: accelerate.Accelerator, config: Config | None, batches: int = 1) -> Accelerator:
+        """The accelerator that somebody else made, as one of these: it is the same object. batches: of a step, if that one counts them
+        itself."""
         plain.__class__ = cls
-        plain._compile_with(config)
+        plain._compile_with(plain._adding_up(config, batches))
         return plain
 
     def _compile_with(self, config: Config | None) -> None:
@@ -62,10 +64,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not evaluation_mode and not any(m is prepared for m in self._models):
             self._models.append(prepared)
         if not torch_internals.is_compiled_in_place(prepared):
-            torch_internals.compile_in_place(prepared, Backend(self._autoshard))
+            torch_internals.compile_in_place(prepared, Backend(self._adding_up(self._autoshard, self.gradient_state.num_steps)))
             if callable(getattr(prepared, "generate", None)):
                 prepared.generate = MethodType(_generate_whole, prepared)  # type: ignore[assignment]
         return prepared
+
+    def _adding_up(self, config: Config | None, batches: int) -> Config | None:
+        """The config, which says how gradients of so many batches add up, where it does not yet: budgets hold beside them."""
+        if batches < 2 or (config and config.accumulation):
+            return config
+        each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        return replace(config or Config(), accumulation="reduced" if each else "no_sync")
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See `autoshard.no_sync`."""
@@ -121,7 +130,7 @@ class Sharded:
     def create_accelerator_and_postprocess(self) -> None:
         """The trainer's accelerator becomes an `Accelerator` of this file."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator = Accelerator.in_place_of(self.accelerator, self._autoshard)
+        self.accelerator = Accelerator.in_place_of(self.accelerator, self._autoshard, self.args.gradient_accumulation_steps)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Whole weights, written where the trainer writes: by rank 0, or the first process of each node. A collective: all processes

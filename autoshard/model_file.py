@@ -41,7 +41,8 @@ def from_file(spec: str) -> Candidate:
     module = _import(Path(path))
     build = getattr(module, name, None)
     if not callable(build):
-        legal = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        legal = [n for n, v in own.items() if callable(v) and not n.startswith("_")]
         raise ModelFileError(
             f"{path} has no function {name!r} (it has: {', '.join(legal) or 'none'}); paste this into it:\n{_PASTE}"
         )

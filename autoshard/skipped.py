@@ -6,8 +6,9 @@ is never called. The first step of each optimizer looks for such a model.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,22 +33,23 @@ _WRAPPERS: dict[type, str] = {
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def watch(is_ours: Callable[[Any], bool]) -> None:
-    """Installs the check for models whose backend is ours, on all optimizers, by torch's public hook."""
+def watch(is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
+    """Installs the check for models whose backend is ours, on all optimizers, by torch's public hook. made: the backends that there are."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in _checked and launched_size() > 1 and not stands_still(optimizer):
-            _refuse_skipped(optimizer, is_ours)
+            _refuse_skipped(optimizer, is_ours, made)
             _checked.add(optimizer)
 
     torch_internals.surround_steps(before_step)
 
 
-def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> None:
+def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
     stepped = set(map(id, fused_step.stepped_by(optimizer)))
     if stepped.issubset({key for state in stepped_by(optimizer) for key in state.ids}):
         return
-    for module, backend in list(compiled_modules()):
+    compiled = list(compiled_modules())
+    for module, backend in compiled:
         if not is_ours(backend) or state_of(module) is not None:
             continue
         if stepped & {id(p) for p in module.parameters()}:
@@ -66,6 +68,14 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool]) -> Non
                 "torch.compiler.reset() before each further one. What is written in torch.nn and compiled in place it skips: call it from a "
                 "module of your own and compile that"
             )
+
+
+    if any(not backend.served and not any(backend is of for _, of in compiled) for backend in made):
+        warnings.warn(
+            "an optimizer steps parameters of no model that autoshard has, and a backend of autoshard has no model: of torch.compile(..., "
+            "disable=True) it gets none, and processes train apart",
+            stacklevel=2,
+        )
 
 
 def _found(name: str, module: nn.Module) -> str:

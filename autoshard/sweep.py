@@ -52,6 +52,7 @@ from autoshard.rehearsal import Known
 from autoshard.units import counted
 
 MOST = 1 << 16  # the largest batch that is looked for
+_FEW = 32  # points of each of which it is computed what an allocator reserves
 PROCESSES = "processes"  # what their number is called among sizes
 Points: TypeAlias = "dict[str, NDArray[np.float64]]"
 
@@ -69,13 +70,19 @@ class Way:
     _reserved: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
     def fitting(self, budget: int, values: Points) -> NDArray[np.bool_]:
-        """Which points fit; on GPUs by what the allocator reserves, which is computed for few of them."""
+        """Which points fit; on GPUs by what the allocator reserves, of many points as if that rose with the peak, as it nearly does."""
         peaks = self.curve.peaks(values)
         if self.program is None:
             return peaks <= budget
         below = np.flatnonzero(peaks <= budget)
         heights, first = np.unique(peaks[below], return_index=True)
-        return peaks <= _last_within(budget, heights, lambda i: self._held({n: int(each[below[first[i]]]) for n, each in values.items()}))
+
+        def held(i: int) -> int:
+            return self._held({name: int(each[below[first[i]]]) for name, each in values.items()})
+
+        if len(heights) > _FEW:
+            return peaks <= _last_within(budget, heights, held)
+        return np.isin(peaks, [height for i, height in enumerate(heights) if held(i) <= budget])
 
     def _held(self, sizes: dict[str, int]) -> int:
         """By the allocator, at one point."""

@@ -34,6 +34,7 @@ def sweep_tables(
         Text(""),
         *(_largest(sweep, world, lengths) for world in sweep.worlds if sweep.budget is not None),
         *_reserved(sweep),
+        *_longer(sweep, lengths),
         *_bands(sweep),
         *not_modelled(dict.fromkeys(what for way in sweep.ways for what in way.unknown)),
         *_reasons(sweep),
@@ -130,6 +131,13 @@ def _reserved(sweep: Sweep) -> list[RenderableType]:
     if sweep.budget is None or not any(way.program for way in sweep.ways):
         return []
     return [Text("What CUDA's allocator reserves, which is more than the peak, has to fit.", style="dim")]
+
+
+def _longer(sweep: Sweep, lengths: Sequence[Sizes]) -> list[RenderableType]:
+    """That a trace does not know how many positions there are."""
+    if all(length.get("sequence", 0) <= sweep.open.sizes.get("sequence", 0) for length in lengths):
+        return []
+    return [Text("Whether the model has positions for sequences longer than the traced one is not looked at.", style="dim")]
 
 
 def _bands(sweep: Sweep) -> list[RenderableType]:

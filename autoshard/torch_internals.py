@@ -547,6 +547,16 @@ def suppressed_errors() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
+def raising_errors() -> contextlib.AbstractContextManager[None]:
+    """Inside, Dynamo raises what it meets, whatever the user told it. Seen: 2.11, 2.13."""
+    return torch._dynamo.config.patch(suppress_errors=False)  # type: ignore[no-any-return]
+
+
+def compiles() -> bool:
+    """Whether torch.compile is not told to give back everything as it is. Seen: 2.11, 2.13."""
+    return os.environ.get("TORCHDYNAMO_DISABLE") != "1" and not torch._dynamo.config.disable
+
+
 def inner_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's compilation of one graph, after AOTAutograd: what `compile_fx` calls by default. It frees at once what is dead,
     where Inductor would keep it for a result of that size to come, which no allocator needs; and see `_joins_what_pays`."""

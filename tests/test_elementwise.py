@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from autoshard.codegen import call_directly
 from autoshard.kernels.elementwise import LONGEST
+from autoshard.kernels.places import Unsupported, as_text
 from autoshard.kernels.random import uniform
 from autoshard.kernels.region import Region, like, steps_of
 from autoshard.kernels.source import load
@@ -254,6 +256,45 @@ def test_sizes_may_stay_open(name: str) -> None:
     inputs = [random(shape, torch.float32, i) for i, shape in enumerate(longer)]
     for ours, exact in zip(run(gm, inputs), as_list(function(*(x.double() for x in inputs)))):
         assert apart(ours, exact) <= 4e-6
+
+
+OPEN: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
+    "positions": (lambda x, p: [(x + p).relu()], ((3, 5, 8), (5, 8))),
+    "one after the other": (lambda x, y: [torch.cat([x * 2, y + 1], 0)], ((3, 5, 2), (3, 5, 2))),
+    "reshaped": (lambda x: [(x * 2 + 1).view(x.shape[0] * x.shape[1], 8).relu()], ((3, 5, 8),)),
+    "a product of sizes twice": (lambda x: [torch.minimum(x * 2, (x * 2).view(x.shape[0] * x.shape[1], 1, 1, 2)).relu()], ((3, 5, 2),)),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_sizes_of_several_dimensions_may_stay_open(name: str) -> None:
+    """What goes through several of them at once has products of sizes for its own."""
+    function, shapes = OPEN[name]
+    inputs = [random(shape, torch.float32, i) for i, shape in enumerate(shapes)]
+    gm = traced(function, inputs, "rows")
+    assert fused(gm)
+    for ours, exact in zip(run(gm, inputs), as_list(function(*(x.double() for x in inputs)))):
+        assert apart(ours, exact) <= 4e-6
+
+
+def test_powers_of_sizes_are_products() -> None:
+    rows = sympy.Symbol("s0", integer=True, positive=True)
+    assert eval(as_text(2 + 3 * rows**2), {"s0": 5}) == 77 and "**" not in as_text(rows**3)
+    with pytest.raises(Unsupported, match="a power of sizes"):
+        as_text(1 / rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_are_compared_in_the_tensor_s_dtype(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, 0.3, -10000.0, 1.0], dtype=dtype)
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [(x == 0.1) | (x > 5.0), (x > 0.3) & (x != -10000.0)]
+
+    gm = traced(function, [x])
+    assert fused(gm)
+    for ours, exact in zip(run(gm, [x]), function(x)):
+        assert torch.equal(ours, exact)
 
 
 def test_inputs_that_lie_otherwise_than_in_the_trace() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import autoshard
+from autoshard import torch_internals
 from autoshard.huggingface import Accelerator, Trainer
 from tests.cluster import Cluster
 from tests.launch import launch
@@ -68,6 +69,7 @@ def _compare(folder: str, zero: int, resumed_at: int) -> Distance:
     ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
     _train(Trainer, ours, 2, autoshard=config(zero))
     trainer = _train(Trainer, ours, 4, resume=True, autoshard=config(resumed_at))
+    assert torch_internals.backend_of(trainer.model).config.accumulation == "no_sync"  # so budgets hold beside what waits
     reference = _train(transformers.Trainer, theirs, 4)
     distance = Distance()
     for line, expected in zip(trainer.state.log_history, reference.state.log_history, strict=True):
@@ -200,6 +202,7 @@ def _accelerate(folder: str, zero: int, **more: Any) -> Distance:
     for p, q in zip(net.parameters(), reference.parameters()):
         distance.see("parameter", whole(p.detach()), q.detach())
     assert accelerator.unwrap_model(net) is net
+    assert torch_internals.backend_of(net).config.accumulation == ("reduced" if "gradient_accumulation_plugin" in more else "no_sync")
     return distance
 
 

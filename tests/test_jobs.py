@@ -86,6 +86,39 @@ def test_a_model_of_a_later_group_is_not_sharded_over_groups_that_are_gone() -> 
         assert ended.code == 0 and "turn 1" in ended.output, ended.output
 
 
+@pytest.mark.parametrize("how", ["TORCHDYNAMO_DISABLE", "torch._dynamo.config", "disable=True"])
+def test_a_torch_compile_that_compiles_nothing_is_not_silent(how: str) -> None:
+    body = f"""
+    how = {how!r}
+    if how == "TORCHDYNAMO_DISABLE":
+        os.environ[how] = "1"
+    if how == "torch._dynamo.config":
+        torch._dynamo.config.disable = True
+    backend = autoshard.backend(autoshard.Config(verbose=False))
+    again = torch.compile(model, backend=backend, disable=how == "disable=True")
+    again(torch.randn(4, 8)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    """
+    for ended in launch(2, textwrap.dedent(body)):
+        if how == "disable=True":
+            assert ended.code == 0 and "a backend of autoshard has no model: of torch.compile(..., disable=True)" in ended.output
+        else:
+            assert ended.code != 0 and "ConfigError: torch.compile is told to compile nothing" in ended.output
+
+
+def test_a_second_backend_s_config_is_said_to_count_for_nothing() -> None:
+    body = """
+    for zero in (3, 3, 2):
+        compiled(zero=zero)(torch.randn(4, 8)).sum().backward()
+        print("zero", zero, flush=True)
+    print(autoshard.plan_of(model).stage)
+    """
+    first, second = launch(2, textwrap.dedent(body))
+    said = "this model was sharded by another backend, whose config it keeps: another zero is for a model before its first call"
+    assert first.code == second.code == 0 and first.output.endswith("zero 2\n3\n"), first.output
+    assert first.output.count(said) == 1 and second.output.count(said) == 0
+
+
 def test_one_process_is_left_alone() -> None:
     body = _steps() + "print(autoshard.plan_of(model).leaves_alone, type(model[0].weight).__name__)"
     (ended,) = launch(1, body)

@@ -269,6 +269,15 @@ def test_fingerprints_differ_where_values_change_places(size: int) -> None:
     assert fingerprints([values.view(2, -1).flip(0)]) != [mark]
 
 
+def test_fingerprints_differ_where_sums_of_rows_and_columns_do_not() -> None:
+    one, other = torch.zeros(2, 3, 2048)
+    one[0, 0] = one[1, 2] = other[0, 2] = other[1, 0] = 1.0
+    table, swapped = torch.eye(1024, 2048), torch.eye(1024, 2048)
+    swapped[[3, 700]] = swapped[[700, 3]]
+    marks = fingerprints([one, other, table, swapped])
+    assert len(set(marks)) == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 def test_fingerprints_differ_where_only_signs_do(dtype: torch.dtype) -> None:
     values = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -77,7 +77,7 @@ class Cluster:
         try:
             return Cluster.from_yaml(Path(path).read_text())
         except OSError as error:
-            raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror})") from error
+            raise ClusterError(f"cluster: {str(path)!r} cannot be read ({error.strerror}); legal: a YAML file") from error
         except (ClusterError, UnicodeDecodeError) as error:
             raise ClusterError(f"{path}: {error}") from error
 

@@ -263,6 +263,8 @@ class Writer:
         kind, arguments = name_of(node.target), node.args
         if not is_plain(node):
             raise Unsupported(f"{node.target}{arguments} {node.kwargs}")
+        if kind in BOOLEAN:
+            arguments = _rounded_numbers(arguments)
         values = [self._value(a, broadcast(index, shape_of(a))) for a in arguments]
         to = _promoted(arguments) if kind in BOOLEAN else _wide(node.meta["val"].dtype)
         chosen = kind == "where"
@@ -352,8 +354,19 @@ def _type_of(node: Node) -> str:
 
 def _promoted(arguments: Sequence[Any]) -> torch.dtype:
     """What numbers are compared in."""
+    return _wide(_compared_in(arguments))
+
+
+def _compared_in(arguments: Sequence[Any]) -> torch.dtype:
     values = [a.meta["val"] if isinstance(a, Node) else a for a in arguments]
-    return _wide(torch.result_type(values[0], values[-1]))
+    return torch.result_type(values[0], values[-1])
+
+
+def _rounded_numbers(arguments: Sequence[Any]) -> Sequence[Any]:
+    """With numbers of Python as torch compares them: in the tensor's dtype, if that is a half."""
+    if (dtype := _compared_in(arguments)) not in HALVES:
+        return arguments
+    return [a if isinstance(a, Node) else torch.tensor(a, dtype=dtype).item() for a in arguments]
 
 
 def _as(value: str, source: Any, dtype: torch.dtype) -> str:

@@ -37,6 +37,12 @@ class _Printer(PythonCodePrinter):  # type: ignore[misc]
 
     _print_FloorDiv = _print_Div  # torch's, in sizes
 
+    def _print_Pow(self, expr: Any, rational: bool = False, sqrt: str = "") -> str:
+        base, exponent = expr.as_base_exp()
+        if not (exponent.is_Integer and exponent > 0):
+            raise Unsupported(f"{expr}, a power of sizes")
+        return "({})".format(" * ".join([self.parenthesize(base, 60)] * int(exponent)))
+
     def _print_Rem(self, expr: Any) -> str:
         return "({} % {})".format(*(self.parenthesize(a, 60) for a in expr.args))
 

@@ -123,7 +123,7 @@ def _var_mean(x: Tensor, dim: Sequence[int] | None = None, *, correction: Any = 
     count = math.prod(x.shape[d] for d in dims)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     off = wide - aten.mean.dim(wide, dims, True)
-    var = aten.sum.dim_IntList(off * off, dims, keepdim) / (count - (1 if correction is None else correction))
+    var = aten.sum.dim_IntList(off * off, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
     return var.to(x.dtype), aten.mean.dim(wide, dims, keepdim).to(x.dtype)
 
 

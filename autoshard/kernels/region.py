@@ -264,7 +264,10 @@ def _primitives(graph: GraphModule) -> GraphModule:
     if not all(isinstance(value, Tensor) for value in given):
         raise Unsupported("numbers that are computed")
     with given[0].fake_mode:
-        made = make_fx(lambda *tensors: list(graph(*tensors)), decomposition_table=decompositions())(*given)
+        try:
+            made = make_fx(lambda *tensors: list(graph(*tensors)), decomposition_table=decompositions())(*given)
+        except RuntimeError as error:  # some decompositions do not bear what the operation does, such as no numbers at all
+            raise Unsupported(str(error)) from error
     made.graph.eliminate_dead_code()
     return made
 

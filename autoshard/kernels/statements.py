@@ -182,8 +182,8 @@ def _read(places: Iterable[Expr]) -> set[Symbol]:
 def _symbols(line: str, run: Run) -> Iterator[str]:
     """Each symbol from where one is in all that they go through."""
     for symbol, n in reversed(list(zip(run.symbols, run.sizes))[1:]):
-        yield f"{symbol} = {line} % {as_text(n)}"
-        yield f"{line}_{symbol} = {line} // {as_text(n)}"
+        yield f"{symbol} = {line} % ({as_text(n)})"
+        yield f"{line}_{symbol} = {line} // ({as_text(n)})"
         line = f"{line}_{symbol}"
     if run.symbols:
         yield f"{run.symbols[0]} = {line}"

@@ -19,21 +19,18 @@ class Collectives:
     forward: list[Op] = field(default_factory=list)
     backward: list[Op] = field(default_factory=list)
     started: list[Op] = field(default_factory=list)
+    sends_buffers: bool = False  # whether one of them is for buffers
     _said: dict[tuple[Sequence[int], Sequence[str]], tuple[str, str]] = field(default_factory=dict)
 
     def note(self, forward: Sequence[Op], backward: Sequence[Op] = ()) -> None:
         """To be called while the graph is compiled."""
         self.forward += forward
         self.backward += backward
+        self.sends_buffers |= not set(self.buffers).isdisjoint(name for _, of in forward for name in of)
 
     def note_order(self, phase: str, started: Sequence[Op]) -> None:
         """To be called when it is known in which order this half of the graph starts which."""
         self.started += [(f"{phase} {op}", of) for op, of in started]
-
-    @property
-    def sends_buffers(self) -> bool:
-        """Whether one of them is for buffers."""
-        return any(name in self.buffers for _, of in self.forward for name in of)
 
     def said(self, given: tuple[int, ...], names: Callable[[], Mapping[int, str]], buffers: tuple[str, ...] = ()) -> tuple[str, str]:
         """All of them in a call with these parameters (ids, of these names) and buffers, sorted, and a code of the order in which such

@@ -126,9 +126,9 @@ def check(pipeline: Sequence[Pass]) -> None:
         stage = STAGES.index(p.stage)
         missing = p.requires - there
         if missing:
-            givers = [n for n, c in PASSES.items() if c.provides & missing]
+            givers = [" or ".join(n for n, c in PASSES.items() if name in c.provides) for name in sorted(missing)]
             raise PassError(
-                f"passes: {p.name} requires {', '.join(sorted(missing))}; put {' or '.join(givers)} before it"
+                f"passes: {p.name} requires {', '.join(sorted(missing))}; put {' and '.join(givers)} before it"
             )
         there |= p.provides
 

@@ -43,11 +43,11 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     if said := scarce_rows(least, inventory):
         return f"{enough}, since more processes would not help: {said}"
     if others < budget:
-        more = "more than one process" if least.world == 1 else f"more than {least.world} processes"
+        more = "more than one process (torchrun starts them)" if least.world == 1 else f"more than {least.world} processes"
         return f"{more}{in_the_way and ', with ' + in_the_way}, or {enough}"
     taken, short = memory.get(largest, 0), least.predicted.footprint - budget
     smaller = "a smaller batch, or " if largest in ("activations", "temporaries", "inputs") and 2 * taken > short else ""
-    return f"{smaller}{enough}, of which {largest} take {bytes_text(taken)}"
+    return f"{smaller}{enough}, of which {largest} {'take' if largest.endswith('s') else 'takes'} {bytes_text(taken)}"
 
 
 def _divided(least: Plan, leanest: Plan) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from autoshard.units import counted
 
 _WORD = 8  # bytes; taken byte by byte it is twenty times as slow
-_ROW = 1024  # words that have a weight each; of a tensor with more, rows of so many are summed up along both their directions
-_PIECE = 1 << 18  # words that are mixed at once
+_ROW = 1024  # words that have a weight each; of a tensor with more, rows of so many are summed up, and what they give is words again
+_PIECE, _PIECE_OF_GPUS = 1 << 17, 1 << 24  # words that are mixed at once, whole rows of them; a processor's cache holds the first
 _SHIFT = 29  # which puts signs, of numbers of 2, 4 or 8 bytes, where no other ones are
 _GAMMA, _MIX, _MIX_MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
 
@@ -22,8 +22,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Of each tensor, dense or sparse, what differs where its values do; read from the device at once.
 
     The hash is an exclusive or, in which equal words cancel, and which is the same in any order; the sum of words times weights, of
-    which there is one for each place, tells those apart. For that a word's upper bits are mixed into its lower ones: of the highest one,
-    a sign, all odd weights make the same.
+    which there is one for each place, tells those apart.
     """
     parts = [_parts(t.detach()) for t in tensors]
     flat = [part for each in parts for part in each]
@@ -58,27 +57,36 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _hash_and_sum(words: Tensor) -> list[Tensor]:
-    pieces = [_weighed(piece ^ (piece >> _SHIFT & (1 << 64 - _SHIFT) - 1)) for piece in words.long().split(_PIECE)]
-    return [torch.hash_tensor(words).view(torch.int64), _weighed(torch.stack(pieces)) if len(pieces) > 1 else pieces[0]]
+    return [torch.hash_tensor(words).view(torch.int64), _weighed(words.long())]
 
 
 def _weighed(words: Tensor) -> Tensor:
-    """The sum of words times weights, all of them odd, so that no word may change alone."""
-    if len(words) <= _ROW:
-        return (words * _weights(words.device)[: len(words)]).sum()
-    even = len(words) // _ROW * _ROW
-    rows = words[:even].view(-1, _ROW)
-    sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), words[even:]
-    return sum((factor * _weighed(each) for factor, each in zip((2, 1, 5), sums)), sums[0].new_zeros(()))
+    """The sum of words times weights, row by row; then of what that gives, until it is one."""
+    size = _PIECE if words.device.type == "cpu" else _PIECE_OF_GPUS
+    sums = torch.cat([row for piece in words.split(size) for row in _rows_weighed(piece)])
+    return sums[0] if len(sums) == 1 else _weighed(sums)
+
+
+def _rows_weighed(words: Tensor) -> list[Tensor]:
+    """Of whole rows, and of what is left."""
+    mixed, even, weights = _mixed(words), len(words) // _ROW * _ROW, _weights(words.device)
+    rest = len(words) - even
+    whole = [mixed[:even].view(-1, _ROW).mul_(weights).sum(1)] if even else []
+    return [*whole, mixed[even:].mul_(weights[:rest]).sum()[None]] if rest else whole
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """With the upper bits in the lower ones too: of the highest one, a sign, all odd weights make the same."""
+    return (words >> _SHIFT).bitwise_and_((1 << 64 - _SHIFT) - 1).bitwise_xor_(words)
 
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
     """As irregular as hashes of their places."""
-    return torch.tensor([_signed(_mixed(i) | 1) for i in range(_ROW)], dtype=torch.int64, device=device)
+    return torch.tensor([_signed(_hashed(i) | 1) for i in range(_ROW)], dtype=torch.int64, device=device)
 
 
-def _mixed(number: int) -> int:
+def _hashed(number: int) -> int:
     mixed = (number + 1) * _GAMMA % 2**64
     mixed = (mixed ^ mixed >> 30) * _MIX % 2**64
     mixed = (mixed ^ mixed >> 27) * _MIX_MORE % 2**64

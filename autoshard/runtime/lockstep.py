@@ -27,6 +27,7 @@ from autoshard.runtime.meetings import Meetings
 MOST = 8  # calls of one kind in a row, behind which one more is expected
 
 UNSTEPPED = ", no step since the training call before"
+BY_ALL = ("autoshard.state_dict", "load_state_dict")  # begin what is said of what a loop may call on one process by mistake
 BUFFER = "forward broadcast "  # begins the line of a buffer that becomes rank 0's before the call
 
 
@@ -111,6 +112,8 @@ class Lockstep:
         try:
             self._meetings.meet(f"{what}, of a sharded model", {"its call": what})
         except DisagreementError as error:
+            if any(what in str(error) for what in BY_ALL):
+                raise DisagreementError(f"{error}. All processes must call it, behind the same step; one of them may write the file") from error
             raise DisagreementError(
                 f"{error}. Every process must call a sharded model alike: as many batches, in the same mode, through the same "
                 "blocks, each loss with its backward or none. What one process does alone goes inside `with autoshard.gathered(model)`, "

@@ -43,8 +43,13 @@ def describe(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
     return {
         "class": type(optimizer).__name__,
         "groups": [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups],
-        "state": sorted((names.get(id(p), "?"), " ".join(sorted(map(str, state)))) for p, state in optimizer.state.items() if state),
+        "state": sorted((names.get(id(p), "?"), _keys(state)) for p, state in optimizer.state.items() if state),
     }
+
+
+def _keys(state: Any) -> str:
+    """A user's own may keep something else than a dict."""
+    return " ".join(sorted(map(str, state))) if isinstance(state, dict) else ""
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:

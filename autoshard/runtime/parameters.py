@@ -268,7 +268,7 @@ def _deleting(cls: Any, names: Collection[str]) -> Callable[[nn.Module, str], No
 def _refuse_pickle(module: nn.Module, protocol: int) -> Any:
     raise UnsupportedError(
         f"a sharded {type(module).__name__} cannot be pickled: its parameters are rows of a job that is running. "
-        "Save model.state_dict() instead"
+        "Save autoshard.state_dict(model) instead, which all processes call"
     )
 
 

@@ -275,8 +275,8 @@ def _write(store: Any | None, sign: str) -> None:
 
 
 def _where(thread: threading.Thread) -> str:
-    """The innermost line of a thread that is not in an installed package."""
+    """The innermost line of a thread that is in a file, and not in an installed package."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    own = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]
+    own = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith("<")]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "an unknown place"

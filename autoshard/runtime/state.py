@@ -223,7 +223,7 @@ class ModelState:
         if still:
             return
         if self.plan.sharded and self.accumulation.gathered:
-            raise UnsupportedError("a step inside autoshard.gathered(model) would leave its whole parameters as they are; legal: behind it")
+            raise UnsupportedError("a step inside autoshard.gathered(model) would leave its whole parameters as they are; legal: after the `with` block")
         if self.residues:
             refuse_lost(self.residues, stepped())
         never = self.ids.keys() - self.compiled
