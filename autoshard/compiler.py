@@ -63,7 +63,8 @@ class Backend:
         if processes.launched_size() > 1 and not torch_internals.compiles():
             raise ConfigError(
                 "torch.compile is told to compile nothing (by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE in the environment, or by "
-                "torch._dynamo.config.disable), so processes would silently differ; legal: none of these, or codegen='eager' to look for errors"
+                "torch._dynamo.config.disable), so processes would silently differ; legal: none of these, or codegen='eager' to look for "
+                "errors"
             )
         self.config = config or Config()
         self.served = False  # whether it had a model
@@ -166,7 +167,8 @@ class Backend:
         changed = [f.name for f in fields(Config) if getattr(other.config, f.name) != getattr(self.config, f.name)]
         if changed and state.world.rank == 0:
             self._phases.warn(
-                f"this model was sharded by another backend, whose config it keeps: another {changed[0]} is for a model before its first call"
+                f"this model was sharded by another backend, whose config it keeps: another {changed[0]} is for a model before its "
+                "first call"
             )
 
     def _warn_behind_a_break(self) -> None:

@@ -132,7 +132,9 @@ def _hf_model(transformers: ModuleType, config: Any) -> nn.Module:
         )
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else type(quantized).__name__
-        raise ModelFileError(f"--hf: this config is of quantized weights ({method}), which are not trained; legal: one without quantization_config")
+        raise ModelFileError(
+            f"--hf: this config is of quantized weights ({method}), which are not trained; legal: one without quantization_config"
+        )
     config.use_cache = False  # nothing is generated; transformers' Trainer sets it too
     try:
         return factory.from_config(config)  # type: ignore[no-any-return]

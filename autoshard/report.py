@@ -218,7 +218,10 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
 
 def _accumulating(plan: Plan) -> list[RenderableType]:
     more = (plan.predicted.accumulating or 0) - plan.predicted.peak_bytes
-    return [Text(f"Where gradients are added up over several batches it is {bytes_text(more)} higher, or more inside no_sync; see Config.accumulation.")] if more > 0 else []
+    if more <= 0:
+        return []
+    text = f"Where gradients are added up over several batches it is {bytes_text(more)} higher, or more inside no_sync; see Config.accumulation."
+    return [Text(text)]
 
 
 def _fits(plan: Plan) -> list[RenderableType]:

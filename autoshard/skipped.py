@@ -98,8 +98,8 @@ def refuse_scripted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
             raise UnsupportedError(
-                f"{f'module {name!r}' if name else 'the model'} is TorchScript, which Dynamo leaves out of every graph, so nothing would gather "
-                "its parameters or average their gradients; legal: the module that it was made of, which torch.compile compiles as well"
+                f"{f'module {name!r}' if name else 'the model'} is TorchScript, which Dynamo leaves out of every graph, so nothing would "
+                "gather its parameters or average their gradients; legal: the module that it was made of, which torch.compile compiles as well"
             )
 
 

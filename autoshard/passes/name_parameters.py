@@ -58,7 +58,8 @@ def refuse_direct_uses(parameters: dict[Node, str]) -> None:
         if not all(graphs.leads_to(user, graphs.UNSHARD) for user in node.users):
             raise UnsupportedError(
                 f"forward uses parameter {name!r} other than through its module (by model.parameters(), say), which is "
-                "not supported; a penalty on weights belongs into the loop or the optimizer's weight_decay, an average of them behind its step"
+                "not supported; a penalty on weights belongs into the loop or the optimizer's weight_decay, an average of them behind "
+                "its step"
             )
 
 

@@ -133,8 +133,7 @@ class ModelState:
         self, run: Callable[..., Any], positions: tuple[int, ...], buffers: tuple[int, ...], collectives: Collectives
     ) -> Callable[..., Any]:
         """`run`, a compiled graph, with a note of the parameters among its arguments, called in lockstep. positions, buffers: of these
-        among its arguments. Dynamo keeps it as long as
-        the user's function is there; it does not keep the model."""
+        among its arguments. Dynamo keeps it as long as the user's function is there; it does not keep the model."""
         here = weakref.ref(self)
 
         @functools.wraps(run)
@@ -175,8 +174,8 @@ class ModelState:
     def _in_lockstep(
         self, given: tuple[int, ...], training: bool, made: Collectives, buffers: tuple[str, ...], changed: Sequence[str]
     ) -> Callable[[Any], None]:
-        """A graph is about to be called with these parameters and buffers, and some buffers changed: in lockstep, from its first collective on.
-        What the function is to be called with is what it gave."""
+        """A graph is about to be called with these parameters and buffers, and some buffers changed: in lockstep, from its first collective
+        on. What the function is to be called with is what it gave."""
         lockstep, forward = self.lockstep, bool(made.forward or changed)
         if lockstep is None or not (forward or (training and made.backward)):
             return lambda out: None
@@ -223,7 +222,9 @@ class ModelState:
         if still:
             return
         if self.plan.sharded and self.accumulation.gathered:
-            raise UnsupportedError("a step inside autoshard.gathered(model) would leave its whole parameters as they are; legal: after the `with` block")
+            raise UnsupportedError(
+                "a step inside autoshard.gathered(model) would leave its whole parameters as they are; legal: after the `with` block"
+            )
         if self.residues:
             refuse_lost(self.residues, stepped())
         never = self.ids.keys() - self.compiled
