@@ -263,9 +263,8 @@ class Writer:
         kind, arguments = name_of(node.target), node.args
         if not is_plain(node):
             raise Unsupported(f"{node.target}{arguments} {node.kwargs}")
-        if kind in BOOLEAN:
-            arguments = _rounded_numbers(arguments)
-        values = [self._value(a, broadcast(index, shape_of(a))) for a in arguments]
+        given = _rounded_numbers(arguments) if kind in BOOLEAN else arguments
+        values = [self._value(a, broadcast(index, shape_of(a))) for a in given]
         to = _promoted(arguments) if kind in BOOLEAN else _wide(node.meta["val"].dtype)
         chosen = kind == "where"
         values = [v if chosen and i == 0 else _as(v, a, to) for i, (v, a) in enumerate(zip(values, arguments))]
