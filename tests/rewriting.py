@@ -85,11 +85,11 @@ def rewritten(model: nn.Module, inputs: Tensor, plan: Plan, spec: str = registry
     record = Record()
 
     def backend(gm: GraphModule, given: Any) -> Any:
-        names = state.names()
+        names, buffers = state.names(), {id(b): name for name, b in model.named_buffers()}
         context = Context(
             plan,
             {i: names[id(x)] for i, x in enumerate(given) if id(x) in names},
-            frozenset(i for i, x in enumerate(given) if id(x) in {id(b) for b in model.buffers()}),
+            {i: buffers[id(x)] for i, x in enumerate(given) if id(x) in buffers},
             name_of_everyone(),
         )
         manager = PassManager((*registry.parse(spec), record), Dump(None))

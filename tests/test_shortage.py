@@ -18,8 +18,8 @@ RACKS = {"replicate": 4, "shard": 2}
 @pytest.mark.parametrize(
     ("world", "said", "mib", "activations", "fix"),
     [
-        (1, {"zero": 0}, 60, 0, 'more than one process, with zero="auto" or zero=3, or a budget of'),
-        (1, {}, 60, 0, "more than one process, or a budget of"),
+        (1, {"zero": 0}, 60, 0, r'more than one process \(torchrun starts them\), with zero="auto" or zero=3, or a budget of'),
+        (1, {}, 60, 0, r"more than one process \(torchrun starts them\), or a budget of"),
         (1, {"zero": 1}, 30, 2**33, "a smaller batch, or a budget of 8.* GiB"),
         (8, {"zero": 1}, 30, 0, 'zero="auto" or zero=3, or a budget of'),
         (8, {"zero": 1}, 10, 0, 'more than 8 processes, with zero="auto" or zero=3, or a budget of'),

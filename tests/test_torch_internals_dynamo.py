@@ -102,6 +102,32 @@ def test_suppressed_errors_follows_the_config() -> None:
         assert torch_internals.suppressed_errors() is True
 
 
+def test_errors_are_raised_inside_whatever_the_user_said() -> None:
+    with torch._dynamo.config.patch(suppress_errors=True):
+        with torch_internals.raising_errors():
+            assert torch_internals.suppressed_errors() is False
+        assert torch_internals.suppressed_errors() is True
+
+
+def test_torch_compile_may_be_told_to_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_internals.compiles()
+    with torch._dynamo.config.patch(disable=True):
+        assert not torch_internals.compiles()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    model = nn.Linear(2, 2)
+    assert not torch_internals.compiles() and torch.compile(model) is model
+
+
+def test_a_hook_before_loading_is_kept_last() -> None:
+    model, called = nn.Linear(2, 2), list[str]()
+    ours = model.register_load_state_dict_pre_hook(lambda *_: called.append("ours"))
+    model.register_load_state_dict_pre_hook(lambda *_: called.append("theirs"))
+    torch_internals.keep_last(model, ours.id)
+    torch_internals.keep_last(model, None)
+    model.load_state_dict(model.state_dict())
+    assert called == ["theirs", "ours"]
+
+
 def test_messages_given_once_do_not_break_a_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does torch say that it cannot write these methods down, which 2.11 does of two and more."""
     said: list[str] = []

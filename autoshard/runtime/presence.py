@@ -212,12 +212,14 @@ def _give(over: threading.Event) -> None:
     """The thread."""
     main, written = threading.main_thread(), 0.0
     lines = _Line(lambda: "RANK" in os.environ, _to_the_launcher), _Line(dist.is_initialized, _to_the_group)
-    while main.is_alive() and not over.is_set():
+    while not over.is_set():
+        time.sleep(_LOOK)  # not in the event, whose lock its end may want, which the collector of garbage calls in any thread
+        if not main.is_alive():
+            return
         if time.monotonic() - written > INTERVAL:
             written = time.monotonic()
             for line in lines:
                 _write(line.store(), f"{time.time()} {_where(main)}")
-        time.sleep(_LOOK)  # not in the event, whose lock its end may want, which the collector of garbage calls in any thread
 
 
 class _Line:
