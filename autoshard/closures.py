@@ -8,10 +8,8 @@ from typing import Any
 
 def named_around(function: Callable[..., Any]) -> dict[str, Any]:
     """In its closure and its file, by name. Left out is what has no value yet: a variable that comes further down around it."""
-    code, found = function.__code__, dict[str, Any]()
-    for name in code.co_names:
-        if name in function.__globals__:
-            found[name] = function.__globals__[name]
+    code, around = function.__code__, function.__globals__
+    found = {name: around[name] for name in code.co_names if name in around}
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         try:
             found[name] = cell.cell_contents

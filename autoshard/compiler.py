@@ -63,8 +63,7 @@ class Backend:
         if processes.launched_size() > 1 and not torch_internals.compiles():
             raise ConfigError(
                 "torch.compile is told to compile nothing (by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE in the environment, or by "
-                "torch._dynamo.config.disable), so processes would silently differ; legal: none of these, or codegen='eager' to look for "
-                "errors"
+                "`disable` of Dynamo's config), so processes would silently differ; legal: none of these, or codegen='eager' to look for errors"
             )
         self.config = config or Config()
         self.served = False  # whether it had a model

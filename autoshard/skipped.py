@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -68,18 +68,26 @@ def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool], made: 
                 "torch.compiler.reset() before each further one. What is written in torch.nn and compiled in place it skips: call it from a "
                 "module of your own and compile that"
             )
+    _warn_of_unserved([backend for _, backend in compiled], made)
 
 
-    if any(not backend.served and not any(backend is of for _, of in compiled) for backend in made):
+def _warn_of_unserved(compiled: Sequence[Any], made: Collection[Any]) -> None:
+    """compiled: the backends of modules."""
+    if any(not backend.served and not any(backend is of for of in compiled) for backend in made):
         warnings.warn(
             "an optimizer steps parameters of no model that autoshard has, and a backend of autoshard has no model: of torch.compile(..., "
             "disable=True) it gets none, and processes train apart",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
+def _called(name: str) -> str:
+    """What a module of a model is called."""
+    return f"module {name!r}" if name else "the model"
+
+
 def _found(name: str, module: nn.Module) -> str:
-    return f"{f'module {name!r}' if name else 'the model'} is an {type(module).__name__}"
+    return f"{_called(name)} is an {type(module).__name__}"
 
 
 def refuse_recurrent(model: nn.Module) -> None:
@@ -98,7 +106,7 @@ def refuse_scripted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
             raise UnsupportedError(
-                f"{f'module {name!r}' if name else 'the model'} is TorchScript, which Dynamo leaves out of every graph, so nothing would "
+                f"{_called(name)} is TorchScript, which Dynamo leaves out of every graph, so nothing would "
                 "gather its parameters or average their gradients; legal: the module that it was made of, which torch.compile compiles as well"
             )
 
@@ -119,4 +127,4 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         wrapper = next((said for wrapper, said in _WRAPPERS.items() if isinstance(module, wrapper)), None)
         if wrapper:
-            raise UnsupportedError(f"{f'module {name!r}' if name else 'the model'} is wrapped by {wrapper}; autoshard takes the plain module")
+            raise UnsupportedError(f"{_called(name)} is wrapped by {wrapper}; autoshard takes the plain module")
