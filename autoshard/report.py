@@ -86,6 +86,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         *_uncovered(plan),
         Text(""),
         _groups_table(plan),
+        *_what_degrees_are(plan),
         Text(""),
         *_recompute_part(plan),
         *_kept_in_parts(plan),
@@ -128,6 +129,13 @@ def _groups_table(plan: Plan) -> Table:
         where = f" on ranks {','.join(map(str, ranks))}" if ranks else ""
         table.add_row(_span(names) + where, str(len(names)), tensors, degrees)
     return table
+
+
+def _what_degrees_are(plan: Plan) -> list[RenderableType]:
+    if plan.world == 1:
+        return []
+    what = "parameters from forward to backward, gradients, and rows with the optimizer's state"
+    return [Text(f"Degrees p/g/o: how many processes share {what}.", style="dim")]
 
 
 def _folded(rows: Iterable[tuple[str, _T]]) -> Iterator[tuple[list[str], _T]]:
