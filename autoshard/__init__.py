@@ -22,6 +22,8 @@ from autoshard.optim import fuse
 from autoshard.plan import Degrees, ParameterGroup, Plan
 from autoshard.planning import plan
 from autoshard.report import Report
+from autoshard.runtime import gathered as _gathered
+from autoshard.runtime import live as _live
 from autoshard.runtime import state as _state
 from autoshard.runtime.whole import in_whole, state_of_module
 from autoshard.sweep import Sweep, Swept, sweep
@@ -77,7 +79,7 @@ def report(model: nn.Module) -> Report:
 def _state_after_first_call(model: nn.Module, what: str) -> _state.ModelState:
     state = _state.state_of(model)
     if state is None:
-        part = " (this is a part of one)" if _state.has_rows_of_another(model) else ""
+        part = " (this is a part of one)" if _live.has_rows_of_another(model) else ""
         raise AutoshardError(f"autoshard.{what} takes a model that was compiled, after its first call{part}")
     return state
 
@@ -99,7 +101,7 @@ def state_dict(of: nn.Module | Optimizer, keep: bool | None = None) -> dict[str,
     For sharded checkpoints use torch.distributed.checkpoint and its `get_state_dict` on the module itself
     (`model._orig_mod` of a compiled one, whose names torch prefixes).
     """
-    for state in _state.stepped_by(of) if isinstance(of, Optimizer) else _state.states_in(of):
+    for state in _live.stepped_by(of) if isinstance(of, Optimizer) else _state.states_in(of):
         state.come("autoshard.state_dict")
     keeps = (not dist.is_initialized() or dist.get_rank() == 0) if keep is None else keep
     if isinstance(of, Optimizer):
@@ -116,5 +118,5 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     states = _state.states_in(model) or [_state_after_first_call(model, "gathered")]
     with ExitStack() as stack:
         for state in states:
-            stack.enter_context(_state.gathered(state))
+            stack.enter_context(_gathered.gathered(state))
         yield original_of(model)

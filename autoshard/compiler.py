@@ -46,9 +46,10 @@ from autoshard.passes.manager import PassManager
 from autoshard.plan import Plan
 from autoshard.report import Report
 from autoshard.runtime import optimizers, processes
+from autoshard.runtime.live import copies
 from autoshard.runtime.presence import Patience, SignsOfLife
 from autoshard.runtime.residue import giving_leaves
-from autoshard.runtime.state import ModelState, copies, state_of
+from autoshard.runtime.state import ModelState, state_of
 from autoshard.unshardable import refuse_unplanned, refuse_what_cannot_be_sharded
 
 _made: weakref.WeakSet[Backend] = weakref.WeakSet()

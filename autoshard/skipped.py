@@ -21,9 +21,10 @@ from autoshard import torch_internals
 from autoshard.errors import DivergenceError, UnsupportedError
 from autoshard.owner import compiled_modules
 from autoshard.runtime import fused_step
+from autoshard.runtime.live import stepped_by
 from autoshard.runtime.optimizers import stands_still
 from autoshard.runtime.processes import launched_size
-from autoshard.runtime.state import state_of, stepped_by
+from autoshard.runtime.state import state_of
 
 _WRAPPERS: dict[type, str] = {
     DistributedDataParallel: "DistributedDataParallel",

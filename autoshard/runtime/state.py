@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
 import itertools
-import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
@@ -28,19 +26,16 @@ from autoshard.ops.early import Early
 from autoshard.plan import Plan
 from autoshard.runtime.accumulation import Accumulation
 from autoshard.runtime.buffers import Buffers
-from autoshard.runtime.dtensors import Written, refuse_strange_rows
-from autoshard.runtime.fingerprint import fingerprints
+from autoshard.runtime.dtensors import Written
+from autoshard.runtime.live import note_copy, remember
+from autoshard.runtime.loaded_parameters import let_load
 from autoshard.runtime.lockstep import BUFFER, Call, Lockstep, before_backward
-from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import options_of
-from autoshard.runtime.parameters import LOADING
 from autoshard.runtime.processes import World
 from autoshard.runtime.replicas import Replicas
 from autoshard.runtime.residue import Residue, refuse_lost, residues_of
-from autoshard.runtime.shard import full_value, places_of
 from autoshard.units import counted
 
-Swapped = tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]  # where, name, shard, full
 ATTRIBUTE, FAILURE = "_autoshard_state", "_autoshard_failure"
 
 
@@ -112,8 +107,8 @@ class ModelState:
             written=Written(),
         )
         if not self.plan.leaves_alone:
-            _remember(made)
-            _copies.add(made)
+            remember(made)
+            note_copy(made)
         return made
 
     def attach(self) -> None:
@@ -123,11 +118,9 @@ class ModelState:
         self.ids = names_of(self.model)
         if self.plan.leaves_alone:
             return
-        _remember(self)
+        remember(self)
         self.buffers = Buffers(self.model)
-        for module in self.model.modules():  # those without parameters too: the outermost one is given all that is loaded
-            if not isinstance(module, torch.jit.ScriptModule):
-                module.__dict__[LOADING] = module.register_load_state_dict_pre_hook(_scatter_loaded).id
+        let_load(self.model)
 
     def noting_parameters(
         self, run: Callable[..., Any], positions: tuple[int, ...], buffers: tuple[int, ...], collectives: Collectives
@@ -244,33 +237,6 @@ class ModelState:
         return {n: p for n, p in named if not isinstance(p, DTensor) or all(at.is_replicate() for at in p.placements)}
 
 
-# No WeakSet, which takes long to give what is in it: each step asks twice.
-_live: list[weakref.ref[ModelState]] = []
-_copies: weakref.WeakSet[ModelState] = weakref.WeakSet()
-
-
-def _remember(state: ModelState) -> None:
-    _live.append(weakref.ref(state, _live.remove))
-
-
-def copies() -> list[ModelState]:
-    """The states of models that are copies of sharded ones."""
-    return list(_copies)
-
-
-def stepped_by(optimizer: Optimizer) -> list[ModelState]:
-    """The states of the models whose parameters an optimizer has, in the same order on all processes."""
-    parameters = [group["params"] for group in optimizer.param_groups]
-    here = [state for ref in tuple(_live) if (state := ref()) is not None]  # one of them may go meanwhile
-    found = [state for state in here if not state.ids.keys().isdisjoint(map(id, itertools.chain.from_iterable(parameters)))]
-    return sorted(found, key=operator.attrgetter("topic", "number")) if len(found) > 1 else found
-
-
-def any_live() -> bool:
-    """Whether there is a model that several processes train, or a copy of one."""
-    return bool(_live)
-
-
 def make_unusable(model: nn.Module, error: Exception) -> None:
     """Every further call of the model raises `error`: it is half sharded."""
 
@@ -304,94 +270,3 @@ def states_in(model: nn.Module) -> list[ModelState]:
 def accumulations_in(model: nn.Module) -> list[Accumulation]:
     """Those of a model and of what was compiled inside it; before a first call the model's, which will be that one's."""
     return [state.accumulation for state in states_in(model)] or [Accumulation.of(model)]
-
-
-def _state_with(parameter: nn.Parameter) -> ModelState | None:
-    return next((state for ref in tuple(_live) if (state := ref()) is not None and id(parameter) in state.ids), None)
-
-
-def has_rows_of_another(module: nn.Module) -> bool:
-    """Whether it has parameters of a model that carries a state, as a part of that has."""
-    return any(_state_with(p) is not None for p in torch_internals.original_of(module).parameters())
-
-
-_distribute = naming_lost_peers(distribute_tensor)
-
-
-def _scatter_loaded(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, _strict: bool, missing: list[str], *_: Any
-) -> None:
-    """Plain full tensors of a loaded state dict become shards like the parameters that they go to, with rank 0's values.
-    UnsupportedError where they are to take the place of parameters, since optimizers would go on with the old ones."""
-    _come_to_load(module, state_dict, prefix, missing)
-    for name, parameter in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        if parameter is None or value is None:
-            continue
-        state = _state_with(parameter)
-        if state is not None and torch_internals.assigns(metadata):
-            raise UnsupportedError(
-                f"load_state_dict(assign=True) would put another in the place of parameter {prefix + name!r}, and optimizers would "
-                "go on with the old one; legal after the first call: load_state_dict(assign=False)"
-            )
-        if not isinstance(parameter, DTensor):
-            continue
-        refuse_strange_rows(f"parameter {prefix + name!r}", value, parameter)
-        if _is_whole(value, parameter):
-            state_dict[prefix + name] = _distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-
-
-def _come_to_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, missing: list[str]) -> None:
-    """With all that the outermost module is given, before any of it is sent."""
-    state = next((found for p in module.parameters() if (found := _state_with(p)) is not None), None)
-    if state is None:
-        return
-    here = module.named_parameters(recurse=not state.is_loading(missing), remove_duplicate=False)
-    named = [(state.ids.get(id(p)), p, state_dict.get(prefix + name)) for name, p in here]
-    if names := [name for name, p, value in named if name is not None and isinstance(p, DTensor) and _is_whole(value, p)]:
-        state.come_to_load(names, missing)
-
-
-def _is_whole(value: Any, parameter: DTensor) -> bool:
-    """Whether a value of a state dict is to become rows of this; of what has no values torch says so."""
-    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
-
-
-def _marks_of(swapped: Sequence[Swapped]) -> list[tuple[int, ...]]:
-    """What changes with the values of the full ones, through `.data` too, which leaves a tensor's version as it is."""
-    full = [each[-1] for each in swapped]
-    return [(f.data_ptr(), *mark) for f, mark in zip(full, fingerprints(full))]
-
-
-@contextlib.contextmanager
-def gathered(state: ModelState) -> Iterator[None]:
-    """The model has whole, plain parameters, for reading; see `autoshard.gathered`."""
-    if state.accumulation.gathered:
-        yield
-        return
-    state.come("autoshard.gathered")
-    swapped: list[Swapped] = []
-    for places in places_of(state.model).values():
-        shard = places[0].module._parameters[places[0].attribute]
-        assert shard is not None
-        if isinstance(shard, DTensor):
-            full = nn.Parameter(full_value(shard), requires_grad=False)
-            for place in places:
-                swapped.append((place.module._parameters, place.attribute, shard, full))
-                place.module._parameters[place.attribute] = full
-    before = _marks_of(swapped)
-    try:
-        with state.accumulation.as_gathered():
-            yield
-    finally:
-        replaced = [shard for parameters, name, shard, full in swapped if parameters.get(name) is not full]
-        for parameters, name, shard, _ in swapped:
-            parameters[name] = shard
-    after = _marks_of(swapped)
-    written = [shard for (*_, shard, _), was, now in zip(swapped, before, after) if was != now]
-    changed = list(dict.fromkeys(state.names()[id(shard)] for shard in replaced + written))
-    if changed:
-        raise UnsupportedError(
-            f"parameters {changed} were written inside `gathered`, or loaded there; that is lost. Outside of it write to the shards, "
-            "or load a state dict"
-        )

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from autoshard import torch_internals
 from autoshard.errors import DivergenceError
 from autoshard.runtime import beside, factored, fused_step, local_step, scaler
+from autoshard.runtime.live import any_live, stepped_by
 from autoshard.runtime.loaded import load_rows, scatter_loaded
 from autoshard.runtime.lost_peers import naming_lost_peers
 from autoshard.runtime.optimizers import check_steps_on_shards, stands_still
-from autoshard.runtime.state import ModelState, any_live, stepped_by
+from autoshard.runtime.state import ModelState
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
