@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from autoshard import Config, Degrees, ParameterGroup, Plan, flags
-from autoshard.calibration.device import device_here
-from autoshard.cli import main, parser
+from autoshard import Degrees, ParameterGroup, Plan
+from autoshard.cli import main
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.hardware import DEVICES
-from autoshard.errors import ConfigError
 from autoshard.report import plan_tables, rendered
 
 MODEL = """
@@ -427,75 +422,6 @@ def test_a_plan_file_is_checked_against_a_model(
         assert says in capsys.readouterr().err
 
 
-def _of_plan() -> argparse.ArgumentParser:
-    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    found: argparse.ArgumentParser = commands.choices["plan"]
-    return found
-
-
-def test_every_flag_of_a_config_field_explains_itself() -> None:
-    assert all(a.help for a in _of_plan()._actions)
-
-
-FLAGS: dict[str, tuple[str, Any]] = {
-    "zero": ("3", 3),
-    "mesh": ("replicate=2,shard=4", {"replicate": 2, "shard": 4}),
-    "memory_budget": ("0.9", 0.9),
-    "recompute": ("full", "full"),
-    "partition_activations": ("True", True),
-    "accumulation": ("no_sync", "no_sync"),
-    "precision": ("bf16", "bf16"),
-    "compression": ("powersgd", "powersgd"),
-    "compression_rank": ("8", 8),
-    "hierarchy": ("flat", "flat"),
-    "early_gathers": ("True", True),
-    "codegen": ("eager", "eager"),
-    "cluster": ("ours.yaml", "ours.yaml"),
-    "optimizer": ("sgd", "sgd"),
-    "fuse_optimizer": ("False", False),
-    "buffers": ("local", "local"),
-    "replicate_below": ("0", 0),
-    "plan": ("plan.json", "plan.json"),
-    "passes": ("name_parameters", "name_parameters"),
-    "disable_passes": ("early_matmuls,early_gathers", ("early_matmuls", "early_gathers")),
-}
-
-
-def test_every_flag_becomes_a_field_of_the_type_that_config_takes() -> None:
-    there = [a for a in _of_plan()._actions if a.dest.startswith("config_")]
-    assert {a.dest.removeprefix("config_") for a in there} == set(FLAGS)
-    for action in there:
-        name = action.dest.removeprefix("config_")
-        text, value = FLAGS[name]
-        read = getattr(flags.config(parser().parse_args(["plan", *action.option_strings, text])), name)
-        assert (type(read), read) == (type(value), value), name
-
-
-@pytest.mark.parametrize("name", ["precision", "compression", "mesh", "memory_budget", "plan", "passes"])
-def test_none_is_said_as_the_help_says_it(name: str) -> None:
-    given = parser().parse_args(["plan", f"--{name.replace('_', '-')}", "None"])
-    assert flags.config(given) == Config()
-
-
-def test_a_calibration_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autoshard.cli.calibrate", lambda: pytest.fail("was measured"))
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path, tmp_path / "file" / "ours.yaml"):
-        assert main(["calibrate", "--out", str(out)]) == 2
-        assert f"--out: {str(out)!r} cannot be written; legal: a file" in capsys.readouterr().err
-
-
-def test_a_calibration_is_written_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, out = Cluster(1, 2, DEVICES["cpu"]), tmp_path / "new" / "ours.yaml"
-    monkeypatch.setattr("autoshard.cli.calibrate", lambda: cluster)
-    (tmp_path / "link").symlink_to(out)
-    for link in (out, tmp_path / "link"):
-        assert main(["calibrate", "--out", str(link)]) == 0
-        assert Cluster.load(out) == cluster and list(out.parent.iterdir()) == [out]
-
-
 @pytest.mark.full
 def test_a_machine_is_measured_and_used(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ours.yaml"
@@ -504,20 +430,6 @@ def test_a_machine_is_measured_and_used(model: str, tmp_path: Path, capsys: pyte
     assert device.is_cpu and {"matmul.fp32", "pointwise", "attention.fp32"} <= device.tables.keys()
     assert all(seconds > 0 for table in device.tables.values() for _, seconds in table)
     assert main(["plan", model, "--cluster", str(out)]) == 0
-
-
-@pytest.mark.parametrize(("said", "index"), [(None, 0), ("1", 1), ("2", None)])
-def test_each_process_measures_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, said: str | None, index: int | None) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if said is not None:
-        monkeypatch.setenv("LOCAL_RANK", said)
-    if index is not None:
-        assert device_here() == torch.device("cuda", index)
-    else:
-        with pytest.raises(ConfigError, match="LOCAL_RANK is 2, and this host has 2 GPUs; legal: one process a GPU"):
-            device_here()
 
 
 def test_a_plan_says_whether_it_fits_also_where_nothing_is_chosen(

@@ -4,10 +4,7 @@ GPUs."""
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import sympy
@@ -17,26 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoshard.codegen import call_directly
 from autoshard.kernels.elementwise import LONGEST
 from autoshard.kernels.places import Unsupported, as_text
 from autoshard.kernels.random import uniform
-from autoshard.kernels.region import Region, like, steps_of
-from autoshard.kernels.source import load
-from autoshard.kernels.tuning import Tile
+from autoshard.kernels.region import like, steps_of
 from autoshard.passes import graphs
 from autoshard.passes.seed_dropout import SeedDropout
+from tests.functions import FUNCTIONS, cross_entropy_s_gradient, dropped, fused_rms_norm_backward
 from tests.kernels import (
     CONTEXT,
     EPSILON,
     Function,
     apart,
     as_list,
-    compiled_as,
     fused,
     random,
     run,
-    spilled,
     traced,
     triton,
 )
@@ -56,99 +49,6 @@ def check(function: Function, inputs: Sequence[Tensor], kernels: int = 1, roundi
         assert (ours.dtype, ours.stride()) == (plain.dtype, plain.stride())
         allowed = roundings * EPSILON[plain.dtype] if plain.dtype in EPSILON else 0.0
         assert apart(ours, value) <= allowed, gm.code
-
-
-# --- functions that models are made of
-
-
-def rotary(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = q.shape[-1] // 2
-    return q * cos + torch.cat((-q[..., half:], q[..., :half]), -1) * sin
-
-
-def rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
-    x = x + residual
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return [x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)]
-
-
-def layer_norm(x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
-    x = x + residual
-    return [x, *aten.native_layer_norm(x, [x.shape[-1]], weight, weight, 1e-5)]
-
-
-def layer_norm_backward(x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
-    """With the gradient that goes around it."""
-    _, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, weight, 1e-5)
-    dx, dw, db = aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean.detach(), rstd.detach(), weight, weight, [True] * 3)
-    return [dx + grad, dw, db.to(torch.promote_types(db.dtype, torch.float32))]
-
-
-def rms_norm_backward(x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
-    """As autograd writes the gradient of `rms_norm`: in parts."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    scaled = grad * weight
-    inner = (scaled * wide).sum(-1, keepdim=True) * root.pow(3) / x.shape[-1]
-    dw = (grad * (wide * root).to(x.dtype)).sum([0, 1], keepdim=True)
-    return [dw.view(-1), (scaled * root - wide * inner).to(x.dtype)]
-
-
-def fused_rms_norm_backward(x: Tensor, grad: Tensor, weight: Tensor) -> list[Tensor]:
-    """Which torch keeps, and takes only the forward apart."""
-    rstd = torch.rsqrt(x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6)
-    return [*aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True] * 2)]
-
-
-def softmax_and_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    y = F.softmax(x * 0.3, -1)
-    return aten._softmax_backward_data(grad, y, -1, x.dtype)
-
-
-def cross_entropy_s_gradient(scores: Tensor, target: Tensor, grad: Tensor, count: Tensor) -> Tensor:
-    logs = aten._log_softmax(scores, 1, False)
-    spread = aten.nll_loss_backward(grad, logs, target, None, 1, -100, count)
-    return aten._log_softmax_backward_data(spread, logs, 1, logs.dtype)
-
-
-def dropped(x: Tensor, seed: Tensor) -> list[Tensor]:
-    kept = torch.ops.autoshard.keep(x, seed, 0.3)
-    return [F.layer_norm(x + F.gelu(x) * kept * (1 / 0.7), x.shape[-1:]), kept]
-
-
-FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
-    "gelu": (lambda x, y: F.gelu(x) + y, ((3, 4, 5), (5,))),
-    "gelu_tanh": (lambda x, y: F.gelu(x, approximate="tanh") * y, ((3, 7), (3, 1))),
-    "gelu_backward": (lambda x, y: aten.gelu_backward(y, x) * 2, ((3, 7), (3, 7))),
-    "silu_gate": (lambda x, y: F.silu(x) * y, ((33, 7), (33, 7))),
-    "silu_backward": (lambda x, y: aten.silu_backward(y, x) * y, ((33, 7), (33, 7))),
-    "relu": (lambda x, y: F.relu(x).pow(3) + F.leaky_relu(y).clamp(-0.1, 0.5), ((9,), (9,))),
-    "tanh": (lambda x, y: torch.tanh(x * 0.1) - torch.sigmoid(y) * torch.rsqrt(x.abs() + 1), ((70,), (70,))),
-    "softplus": (lambda x, y: F.softplus(x * 9) - F.softplus(y, beta=2.0, threshold=1.0), ((9, 7), (9, 7))),
-    "softplus_backward": (lambda x, y: aten.softplus_backward(y, x, 2.0, 1.0) * x, ((9, 7), (9, 7))),
-    "elu_backward": (
-        lambda x, y: aten.elu_backward(y, 1.3, 1.1, 0.9, False, x) + aten.elu_backward(y, 0.1, 1.0, 1.0, True, x), ((9, 7), (9, 7)),
-    ),
-    "hardswish": (lambda x, y: F.hardswish(x * 3) + aten.hardswish_backward(y, x * 3), ((33, 7), (33, 7))),
-    "glu": (lambda x, y: F.glu(x * 2, -1) * y, ((6, 8), (6, 4))),
-    "glu_backward": (lambda x, y: aten.glu_backward(y * 2, x, 0) + 1, ((6, 8), (3, 8))),
-    "exp2": (lambda x, y: torch.exp2(x) * torch.sign(y) + torch.log1p(y.abs() * 1e-3), ((9, 7), (9, 7))),
-    "rotary": (rotary, ((2, 3, 5, 8), (1, 1, 5, 8), (1, 1, 5, 8))),
-    "rms_norm": (rms_norm, ((2, 3, 48), (2, 3, 48), (48,))),
-    "layer_norm": (layer_norm, ((5, 33), (5, 33), (33,))),
-    "layer_norm_backward": (layer_norm_backward, ((5, 33), (5, 33), (33,))),
-    "rms_norm_backward": (rms_norm_backward, ((2, 3, 48), (2, 3, 48), (48,))),
-    "sums_of_columns": (lambda x, y: [(z := x * y).sum(0), z.relu(), z.sum([0, 1], keepdim=True)][:2], ((37, 9), (37, 9))),
-    "softmax": (softmax_and_gradient, ((2, 4, 19), (2, 4, 19))),
-    "log_softmax": (lambda x, y: [F.log_softmax(z := x + y, -1), z.sum(-1)], ((6, 100), (100,))),
-    "variance": (lambda x, y: (z := x * y).var(-1) + z.amax(-1), ((6, 10), (6, 10))),
-    "transposed": (lambda x, y: (x * 2).view(2, 3, 4).transpose(1, 2) * y, ((6, 4), (2, 4, 3))),
-    "broadcast": (lambda x, y: (x + 1) * (y - 2), ((1, 4, 1), (3, 1, 5))),
-    "masked": (lambda x, y: torch.where(x > 0, x, y.masked_fill(y < -1, -torch.inf)).exp(), ((4, 9), (4, 9))),
-    "no_dimensions": (lambda x, y: (x + y) * 3, ((), ())),
-    "empty": (lambda x, y: (x + y) * 3, ((0, 3), (3,))),
-    "empty_rows": (lambda x, y: (x + y).sum(-1) * 3, ((4, 0), (4, 0))),
-}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -449,109 +349,3 @@ def test_programs_are_few_however_many_rows_there_are() -> None:
     for rows, each in ((1, 1), (512, 1), (513, 1), (16384, 1), (100_000, 2), (10**7, 32)):
         programs = -(-rows // (each * steps_of(rows, each)))
         assert programs <= 512 and (2 * programs > 512 or steps_of(rows, each) == 1)
-
-
-# --- on GPUs
-
-
-TRITON_S = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64", torch.bool: "i1"}
-
-
-def tile_of(region: Region, inputs: Sequence[Tensor], wide: bool = False) -> Tile:
-    """The one that it has at these sizes unless it is measured."""
-    return region.sized(tuple(inputs[i].shape[d] for _, i, d in region.sizes), wide).tile
-
-
-def compiled(region: Region, tile: Tile, capability: int) -> Any:
-    """What Triton makes of it for a GPU that need not be there."""
-    tile = dict(tile)
-    warps = tile.pop("num_warps", 4)
-    function = load(region.name, region.text)
-    tensors = (*region.inputs, *region.outputs)
-    signature = {name: f"*{TRITON_S[laid.dtype]}" for name, laid in zip(function.arg_names, tensors)}
-    signature |= dict.fromkeys(map(str, [s for s, _, _ in region.sizes]), "i32")
-    divisible = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors) + len(region.sizes))}
-    return compiled_as(function, signature, tile, capability, divisible, num_warps=warps)
-
-
-LARGE = {
-    "rms_norm": 4096, "softmax": LONGEST, "log_softmax": 32000, "layer_norm": LONGEST, "silu_gate": 11008, "gelu_backward": 4096,
-    "layer_norm_backward": LONGEST, "rms_norm_backward": 4096,
-}  # fmt: skip
-GPU_CASES = [(name, capability) for name in LARGE for capability in (80, 90)]
-GPU_ALWAYS = {("rms_norm", 80), ("softmax", 90), ("log_softmax", 90), ("gelu_backward", 80), ("layer_norm_backward", 90), ("rms_norm_backward", 80)}
-
-
-@pytest.mark.parametrize(("name", "capability"), [case if case in GPU_ALWAYS else in_full(*case) for case in GPU_CASES])
-@pytest.mark.parametrize("open", ["none", in_full("rows")])
-def test_kernels_compile_for_gpus_and_stay_in_registers(name: str, capability: int, open: Literal["none", "rows"], tmp_path: Path) -> None:
-    function, shapes = FUNCTIONS[name]
-    longer = [(*shape[:-1], LARGE[name]) if len(shape) > 1 else (LARGE[name],) for shape in shapes]
-    inputs = [random(shape, torch.bfloat16, i) for i, shape in enumerate(longer)]
-    (region,) = fused(traced(function, inputs, open))
-    made = compiled(region, tile_of(region, inputs), capability)
-    assert spilled(made, tmp_path) == 0
-    assert re.search(r"ld\.global\.[\w.:]*v[24]", made.asm["ptx"])  # 16 bytes at once
-
-
-@pytest.mark.parametrize("name", [in_full(name) if name != "rotary" else name for name in FUNCTIONS if not name.startswith("empty")])
-@pytest.mark.parametrize("dtype", [torch.float16, in_full(torch.bfloat16), in_full(torch.float32), in_full(torch.float64)])
-@pytest.mark.parametrize("capability", [80, in_full(90)])
-def test_all_functions_compile_for_gpus(name: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
-    function, shapes = FUNCTIONS[name]
-    inputs = [random(shape, dtype, i) for i, shape in enumerate(shapes)]
-    (region,) = fused(traced(function, inputs))
-    assert spilled(compiled(region, tile_of(region, inputs), capability), tmp_path) == 0
-
-
-OTHERS: dict[str, tuple[Function, tuple[Any, ...]]] = {
-    "dropout": (dropped, ((70, 4096), torch.tensor([3]))),
-    "a cross-entropy's gradient": (
-        cross_entropy_s_gradient, ((64, 32000), torch.zeros(64, dtype=torch.int64), torch.tensor(0.7), torch.tensor(5.0)),
-    ),
-    "truths": (lambda x, y: [(x > 0) & (y > 0), x * y, x.isnan()], ((70, 4096), (70, 4096))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("dtype", [torch.float32, in_full(torch.bfloat16), in_full(torch.float16)])
-@pytest.mark.parametrize("capability", [80, in_full(90)])
-def test_what_reads_or_gives_others_than_numbers_compiles_for_gpus(name: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
-    function, given = OTHERS[name]
-    inputs = [x if isinstance(x, Tensor) else random(x, dtype, i) for i, x in enumerate(given)]
-    (region,) = fused(traced(function, inputs))
-    assert spilled(compiled(region, tile_of(region, inputs), capability), tmp_path) == 0
-
-
-@pytest.mark.parametrize("name", ["silu_gate", in_full("rotary"), in_full("gelu_backward"), in_full("transposed"), in_full("glu_backward")])
-@pytest.mark.parametrize("capability", [in_full(80), 90])
-def test_every_tile_compiles_for_gpus(name: str, capability: int, tmp_path: Path) -> None:
-    function, shapes = FUNCTIONS[name]
-    inputs = [random(shape, torch.bfloat16, i) for i, shape in enumerate(shapes)]
-    (region,) = fused(traced(function, inputs))
-    for tile in like(tile_of(region, inputs)):
-        assert spilled(compiled(region, tile, capability), tmp_path) == 0, tile
-
-
-@pytest.mark.parametrize("name", ["softmax", in_full("silu_gate")])
-def test_products_of_sizes_have_64_bits_where_tensors_are_large(name: str) -> None:
-    function, shapes = FUNCTIONS[name]
-    inputs = [random(shape, torch.float32, i) for i, shape in enumerate(shapes)]
-    (region,) = fused(traced(function, inputs, "all"))
-    text = compiled(region, tile_of(region, inputs, wide=True), 80).asm["ttir"]
-    assert "arith.muli" in text and not re.findall(r"arith\.muli .*i32", text)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_on_a_gpu(name: str) -> None:
-    function, shapes = FUNCTIONS[name]
-    inputs = [random(shape, torch.float32, i).cuda() for i, shape in enumerate(shapes)]
-    gm = traced(function, inputs)
-    assert len(fused(gm)) == 1
-    call_directly(gm.graph)  # as a job does
-    gm.recompile()
-    exact = as_list(function(*(x.double() for x in inputs)))
-    for _ in range(5):  # of its tiles, each launch goes by the next
-        for ours, value in zip(as_list(gm(*inputs)), exact):
-            assert apart(ours, value) <= 4e-6
