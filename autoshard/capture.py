@@ -74,10 +74,8 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
         raise
     except Exception as error:
         cause = torch_internals.first_cause(error)
-        raise UnsupportedError(
-            f"{type(model).__name__} cannot be called with these example inputs: "
-            f"{first_line(cause)}; legal: a tensor, a tuple of arguments, or a dict of keywords"
-        ) from error
+        legal = "a tensor, a tuple of arguments, or a dict of keywords" if isinstance(cause, TypeError) else "those that its forward takes"
+        raise UnsupportedError(f"{type(model).__name__} cannot be called with these example inputs: {first_line(cause)}; legal: {legal}") from error
 
 
 def capture_call(

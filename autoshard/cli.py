@@ -49,8 +49,10 @@ def run() -> None:
     """The command `autoshard`: `main` in a process of its own."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autoshard plan ... | head` ends quietly
     gc.disable()  # a tenth of the time of such a short life, in which next to nothing becomes garbage
-    code = main()
-    sys.exit(code)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell says it of a command that was interrupted; a traceback says nothing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,9 +197,10 @@ def _print_tables(console: Console, made: Plan) -> None:
 
 def _refuse_beside_a_plan(arguments: argparse.Namespace) -> None:
     """A plan that is only shown has its processes already, and what it was predicted for."""
-    for name in (*_CLUSTER, *_SIZES):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(f"{name}: a plan file says that itself; legal: with a model, to check the plan against it")
+    beside = [name for name in (*_CLUSTER, *_SIZES) if getattr(arguments, name) is not None]
+    beside += [name for name in flags.said(arguments) if name != "plan"]
+    if beside:
+        raise ConfigError(f"{beside[0]}: a plan file says that itself; legal: with a model, to check the plan against it")
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int | None]:

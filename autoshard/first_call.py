@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from rich.markup import escape
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -227,7 +228,7 @@ class FirstCall:
 
     def _describe(self, plan: Plan) -> None:
         for reason in plan.why:
-            self.phases.say(f"           [dim]{reason}[/]")
+            self.phases.say(f"           [dim]{escape(reason)}[/]")
         dump = self.manager.dump
         dump.note("plan.json", plan.to_json())
         dump.note(

@@ -28,12 +28,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def config(arguments: argparse.Namespace) -> Config:
     """The Config that the flags ask for; ConfigError where one is not legal."""
-    given = {
-        field.name: _value(field.name, text)
-        for field in fields(Config)
-        if (text := getattr(arguments, _PREFIX + field.name, None)) is not None
-    }
-    return Config.from_options(given)
+    return Config.from_options({name: _value(name, getattr(arguments, _PREFIX + name)) for name in said(arguments)})
+
+
+def said(arguments: argparse.Namespace) -> list[str]:
+    """The fields that have a flag among the arguments."""
+    return [field.name for field in fields(Config) if getattr(arguments, _PREFIX + field.name, None) is not None]
 
 
 def _value(name: str, text: str) -> Any:
@@ -68,7 +68,7 @@ def _budget(text: str) -> float | str:
         share = float(text)
     except ValueError:
         return text
-    return share if "." in text else text
+    return share if "." in text and "e" not in text.lower() else text
 
 
 def _mesh(text: str) -> dict[str, int]:

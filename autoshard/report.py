@@ -1,4 +1,4 @@
-"""Plans and runs as tables for people, 80 columns wide."""
+"""Plans and runs as tables for people, 80 columns wide. Names of modules are no markup."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _groups_table(plan: Plan) -> Table:
     shown = ((g.name, (str(len(g.parameters)), str(g.degrees), g.ranks)) for g in blocks_together)
     for names, (tensors, degrees, ranks) in _folded(shown):
         where = f" on ranks {','.join(map(str, ranks))}" if ranks else ""
-        table.add_row(_span(names) + where, str(len(names)), tensors, degrees)
+        table.add_row(Text(_span(names) + where), str(len(names)), tensors, degrees)
     return table
 
 
@@ -172,7 +172,7 @@ def _recompute_part(plan: Plan) -> list[RenderableType]:
     table.add_column("recomputed in backward", overflow="fold")
     table.add_column("but for", overflow="fold")
     for names, policy in _folded(plan.recompute):
-        table.add_row(_span(names), _SAID.get(policy, ", ".join(verbs_of(policy))))
+        table.add_row(Text(_span(names)), _SAID.get(policy, ", ".join(verbs_of(policy))))
     return [table, Text("")]
 
 
@@ -184,7 +184,7 @@ def _kept_in_parts(plan: Plan) -> list[RenderableType]:
     table.add_column("kept in parts for backward", overflow="fold")
     table.add_column("values", justify="right")
     for what, count in Counter(name.rpartition(" ")[0] or name for name in plan.partition_activations).items():
-        table.add_row(what, str(count))
+        table.add_row(Text(what), str(count))
     return [table, Text("")]
 
 
@@ -298,7 +298,7 @@ def not_modelled(unknown: Collection[str]) -> list[RenderableType]:
 def _why(plan: Plan) -> list[RenderableType]:
     table = Table.grid(padding=(0, 1, 0, 0))
     for reason in plan.why:
-        table.add_row("-", reason)
+        table.add_row("-", Text(reason))
     return [Text(""), table]
 
 

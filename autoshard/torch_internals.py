@@ -88,6 +88,7 @@ __all__ = [
     "entering_again",
     "fall_back_in_spite_of",
     "first_cause",
+    "forget_assigned",
     "fused_adam",
     "fused_sgd",
     "get_eval_frame_callback",
@@ -148,6 +149,8 @@ __all__ = [
     "takes_scaled_gradients",
     "tangents",
     "times_written",
+    "versions_of",
+    "with_versions",
     "transport_of",
     "unwrapped",
     "within_step",
@@ -343,6 +346,18 @@ def original_of(module: torch.nn.Module) -> torch.nn.Module:
 def original_names(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict under the names that it has where nothing is compiled. Seen: 2.11, 2.13."""
     return {".".join(part for part in name.split(".") if part != "_orig_mod"): value for name, value in state.items()}
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The versions of modules that their state dict has beside their state, by name; none of another dict. Seen: 2.11, 2.13."""
+    return getattr(state, "_metadata", {})
+
+
+def with_versions(state: Mapping[str, Any], versions: dict[str, Any]) -> OrderedDict[str, Any]:
+    """A state dict as that of a module of these versions, by which it knows older files. Seen: 2.11, 2.13."""
+    whole = OrderedDict(state)
+    whole._metadata = versions  # type: ignore[attr-defined]
+    return whole
 
 
 def backend_of(module: Any) -> Any:
@@ -830,9 +845,17 @@ def gives_nothing(target: Any) -> bool:
     return schema is not None and not schema.returns
 
 
+_ASSIGNS = "assign_to_params_buffers"
+
+
 def assigns(metadata: dict[str, Any]) -> bool:
     """Whether load_state_dict, which hands a module's hooks this, was given assign=True. Seen: 2.11, 2.13."""
-    return bool(metadata.get("assign_to_params_buffers", False))
+    return bool(metadata.get(_ASSIGNS, False))
+
+
+def forget_assigned(metadata: dict[str, Any]) -> None:
+    """torch leaves it in the state dict, whose next load would assign too. Seen: 2.11, 2.13."""
+    metadata.pop(_ASSIGNS, None)
 
 
 def keep_last(module: torch.nn.Module, hook: int | None) -> None:

@@ -12,7 +12,7 @@ _WRITTEN = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "72GiB", "80GB", "1.5 GiB" or "123456". ConfigError on anything else."""
+    """Bytes of "72GiB", "80GB", "1.5 GiB", "123456" or "1e9". ConfigError on anything else."""
     if (size := amount_of(text)) is None:
         raise ConfigError(
             f"memory_budget: {text!r} is no amount of memory; "
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 def amount_of(text: str) -> int | None:
     """Bytes of what `parse_bytes` reads, None of anything else."""
-    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _SCALES:
         return None
     return int(float(match[1]) * _SCALES[match[2].upper()])

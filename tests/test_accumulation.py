@@ -239,6 +239,28 @@ def test_what_a_graph_does_not_reduce_goes_on_waiting(two: Cluster, zero: int) -
             torch.testing.assert_close(gradient, expected)
 
 
+def never_differentiated(zero: int) -> tuple[bool, list[tuple[Tensor, Tensor]]]:
+    """Whether parameters of which no gradient was asked have none; and (gradients, wanted) of the others."""
+    model, plain, compiled = compiled_pair(config(zero), Frozen)
+    x = inputs_of(2)
+    with autoshard.no_sync(compiled):
+        compiled(x[0, dist.get_rank()], False).backward()
+    compiled(x[1, dist.get_rank()], False).backward()
+    for micro in x:
+        for own in micro:
+            (plain(own, False) / len(micro)).backward()
+    none = all(p.grad is None or not bool(whole(p.grad).any()) for p in model.up.parameters())
+    return none, [(whole(p.grad), q.grad) for p, q in zip(model.down.parameters(), plain.down.parameters())]  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize("zero", [0, in_full(1)])
+def test_what_is_used_without_gradients_is_not_held(two: Cluster, zero: int) -> None:
+    for none, found in two.run(never_differentiated, zero):
+        assert none
+        for gradient, expected in found:
+            torch.testing.assert_close(gradient, expected)
+
+
 def backward_behind_no_sync(zero: int) -> tuple[Tensor, Tensor]:
     """Gradients of forwards inside no_sync whose backwards come outside of it, and of one outside."""
     model, alone, compiled = compiled_pair(config(zero))

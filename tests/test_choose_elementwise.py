@@ -51,6 +51,14 @@ def test_what_reads_the_same_is_one_kernel() -> None:
     assert same(as_list(gm(*inputs)), gate(*inputs))
 
 
+def test_a_kernel_has_an_end() -> None:
+    """A long chain has several, and what has many parts is torch's."""
+    chain = fused(traced(lambda *xs: sum(x.square().sum() for x in xs), [random((4, 8), torch.float32, i) for i in range(300)]))
+    assert len(chain) > 1
+    gm = traced(lambda *xs: torch.cat(xs) * 2, [random((4, 8), torch.float32, i) for i in range(40)])
+    assert graphs.calls(gm, torch.ops.aten.cat.default)
+
+
 def test_nothing_moves_over_a_write() -> None:
     def writes(x: Tensor, y: Tensor) -> Tensor:
         before = x.sin() + y

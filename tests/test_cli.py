@@ -112,6 +112,16 @@ def stepped():
 def frozen():
     return Net().requires_grad_(False), torch.zeros(2, 4096)
 
+def in_brackets():
+    named = {"[/INST]": nn.Linear(8, 8), "[red]": nn.Linear(8, 8)}
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.ModuleDict(named)
+        def forward(self, x):
+            return self.by["[red]"](self.by["[/INST]"](x)).sum()
+    return Named(), torch.ones(2, 8)
+
 def misfit():
     return Net(), torch.zeros(2, 7)
 
@@ -209,6 +219,12 @@ def test_what_is_not_modelled_is_said_of_one_process_too(model: str, capsys: pyt
     assert "No communication." in out and "Not modelled: the optimizer's own state and step (Adam's are assumed)" in out
     (spent,) = (line.split()[1] for line in out.splitlines() if line.startswith("optimizer ") and line.count(".") and "iB" not in line)
     assert float(spent) > 0
+
+
+def test_names_are_no_markup(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{model}:in_brackets", "--nproc-per-node", "2", "--replicate-below", "0"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\nby.{name} " in out for name in ("[/INST]", "[red]"))
 
 
 def test_an_optimizer_s_groups_are_as_its_factory_makes_them(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,6 +432,7 @@ def test_a_plan_file_is_checked_against_a_model(
         (["--hf", configs["llama"], "--nproc-per-node", "4", "--plan", str(file)], "plan: not of this model"),
         (["--nproc-per-node", "4", "--plan", str(file)], "nproc_per_node: a plan file says that itself"),
         (["--batch", "4", "--plan", str(file)], "batch: a plan file says that itself"),
+        (["--optimizer", "sgd", "--plan", str(file)], "optimizer: a plan file says that itself"),
         (["--zero", "3", "--plan", str(file)], "zero: a pinned plan decides this"),
     ]:
         assert main(["plan", *arguments]) == 2

@@ -162,6 +162,9 @@ OPEN: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "positions": (lambda x, p: [(x + p).relu()], ((3, 5, 8), (5, 8))),
     "one after the other": (lambda x, y: [torch.cat([x * 2, y + 1], 0)], ((3, 5, 2), (3, 5, 2))),
     "reshaped": (lambda x: [(x * 2 + 1).view(x.shape[0] * x.shape[1], 8).relu()], ((3, 5, 8),)),
+    "halves that change places": (
+        lambda x, w: [torch.cat([x[:, x.shape[1] // 2 :] @ w, x[:, : x.shape[1] // 2] @ w], 1) * 2 + x], ((3, 6, 8), (8, 8)),
+    ),
     "a product of sizes twice": (lambda x: [torch.minimum(x * 2, (x * 2).view(x.shape[0] * x.shape[1], 1, 1, 2)).relu()], ((3, 5, 2),)),
 }
 
@@ -195,6 +198,22 @@ def test_numbers_are_compared_in_the_tensor_s_dtype(dtype: torch.dtype) -> None:
     assert fused(gm)
     for ours, exact in zip(run(gm, [x]), function(x)):
         assert torch.equal(ours, exact)
+
+
+def test_tensors_are_compared_in_the_half_of_the_larger_one() -> None:
+    """float16 alone: Triton's interpreter does not round to bfloat16, but cuts off."""
+    x, threshold = torch.tensor([0.1, 0.3, 0.7, 1.0]).half(), torch.tensor(0.3)
+    gm = traced(function := lambda x, y: [(x > y) | (x == 0.1), x == torch.full_like(x, 0.7)], [x, threshold])
+    assert fused(gm) and not torch.equal(x > threshold, x.float() > threshold)
+    for ours, exact in zip(run(gm, [x, threshold]), function(x, threshold)):
+        assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_constants_are_what_a_half_holds(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, 0.3, 1.0], dtype=dtype)
+    gm = traced(function := lambda x: (torch.full_like(x, 0.3) == x).float() * 2, [x])
+    assert fused(gm) and torch.equal(run(gm, [x])[0], function(x))
 
 
 def test_inputs_that_lie_otherwise_than_in_the_trace() -> None:
@@ -276,6 +295,8 @@ EDGES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
         lambda a, b: torch.cat([(a * 1).unsqueeze(1).expand(2, 3).reshape(6), b]).view(4, 3) * 2, ((2,), (6,))
     ),
     "one number of a concatenation": (lambda x, y: (torch.cat([x * 2, y]) * 1)[5] * y, ((3,), (3,))),
+    "a number that no int32 is": (lambda x: ((x * 9).int() * 2654435761) & 1023, ((4, 6),)),
+    "a share of a product of whole numbers": (lambda x: (y := (x * 9).int()).addcmul(y, y, value=0.5) * 2, ((4, 6),)),
     "both are true": (lambda x, y: ((x > 0) + (y > 0)).float() * 2, ((9,), (9,))),
     "a concatenation of truths": (lambda x, y: torch.cat([(x > 0) & (y > 0), x < 0]), ((9,), (9,))),
     "a power of whole numbers": (lambda x: (x * 0 + 5e9).to(torch.int64).pow(2.0) * 0.5, ((4,),)),
@@ -286,7 +307,7 @@ EDGES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "a view of nothing": (lambda x: (x * 2).view(-1).sin(), ((0, 3),)),
     "softmax of one number": (lambda x: F.softmax(x * 2, 0) + x.sum(0), ((),)),
 }  # fmt: skip
-LEFT = ("a power of whole numbers", "nothing is given", "a view of nothing", "softmax of one number")  # to torch
+LEFT = ("a power of whole numbers", "a number that no int32 is", "a share of a product of whole numbers", "nothing is given", "a view of nothing", "softmax of one number")  # to torch
 
 
 @pytest.mark.parametrize("name", EDGES)

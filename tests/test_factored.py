@@ -106,6 +106,25 @@ def test_kernels_step_as_torch_does_in_float64(
                 assert torch.allclose(value.double(), reference.state[whole][key].double(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype]), key
 
 
+@pytest.mark.parametrize("interpret", [False, pytest.param(True, marks=needs_triton)])
+def test_small_gradients_with_all_the_weight_are_the_mean(interpret: bool) -> None:
+    """As in torch: nothing of means that were large stays in them."""
+    ours, theirs = made([(5,), (7, 3)]), made([(5,), (7, 3)])
+    options: Any = {"lr": 0.05, "beta2_decay": 0.0, "eps": (1e-16, 1e-3)}
+    optimizer, reference = autoshard.optim.Adafactor(ours, **options), optim.Adafactor(theirs, **options)
+    for scale in (1.0, 1e-12):
+        for parameters in (ours, theirs):
+            given_gradients(parameters, 0)
+            for p in parameters:
+                p.grad = p.grad * scale  # type: ignore[operator]
+        factored.take(optimizer, interpret=True) if interpret else optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs):
+        assert torch.allclose(p, q, rtol=1e-5)
+        for key, value in optimizer.state[p].items():
+            assert torch.allclose(value.double(), reference.state[q][key].double(), rtol=1e-5, atol=0), key
+
+
 @needs_triton
 def test_both_ways_lay_out_what_processes_add_up_alike() -> None:
     """One process may take kernels where another cannot."""

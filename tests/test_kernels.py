@@ -115,6 +115,17 @@ def test_a_hundred_steps_are_torchs(kind: type[optim.Optimizer]) -> None:
     assert all(a.keys() == b.keys() for a, b in states)
 
 
+@pytest.mark.parametrize("kind", [optim.Adam, Lion])
+def test_a_small_gradient_with_all_the_weight_is_the_mean(kind: type[optim.Optimizer]) -> None:
+    """As in torch: nothing of a mean that was large stays in it."""
+    ours = parameters([40], torch.float32)
+    optimizer = kind(ours, lr=0.1, betas=(0.0, 0.0))  # type: ignore[call-arg]
+    for gradient in (1e4, 1e-12):
+        ours[0].grad = torch.full_like(ours[0], gradient)
+        fused_step.take(optimizer, LION if kind is Lion else FAMILIES[kind], interpret=True)
+    assert torch.equal(optimizer.state[ours[0]]["exp_avg"], torch.full_like(ours[0], 1e-12))
+
+
 def lion_by_hand(p: Tensor, mean: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The paper's algorithm 2."""
     towards = (0.9 * mean + 0.1 * grad).sign()
@@ -195,6 +206,7 @@ def test_a_gradient_that_is_no_number_shows() -> None:
 RULES: dict[str, Rule] = {
     "adamw": rule.adam(decoupled=True, weight_decay=True, amsgrad=False, maximize=False),
     "amsgrad": rule.adam(decoupled=False, weight_decay=True, amsgrad=True, maximize=True),
+    "quick": rule.adam(decoupled=True, weight_decay=False, amsgrad=False, maximize=False, quick=True),
     "sgd": rule.sgd(weight_decay=True, momentum=True, nesterov=True, maximize=False),
     "lion": rule.lion(weight_decay=True, maximize=False),
 }

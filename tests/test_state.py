@@ -175,6 +175,32 @@ def test_the_whole_state_is_on_rank_0_under_original_names(two: Cluster) -> None
     assert two.run(whole_state) == [(NAMES, True), ([], True)]
 
 
+class Upgraded(nn.Linear):
+    """Whose old files had the weight halved."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def loaded_by_version(zero: int) -> bool:
+    model = nn.Sequential(Upgraded(8, 8))
+    compiled = torch.compile(model, backend=autoshard.backend(config(zero)))
+    compiled(torch.ones(2, 8)).sum().backward()
+    found = autoshard.state_dict(compiled, keep=True)
+    weight = found["0.weight"].clone()
+    model.load_state_dict(found)
+    return torch.equal(autoshard.state_dict(compiled, keep=True)["0.weight"], weight)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_modules_know_the_version_of_a_whole_state(two: Cluster, zero: int) -> None:
+    assert two.run(loaded_by_version, zero) == [True, True]
+
+
 class Tied(nn.Module):
     """Whose state has more than parameters and buffers, as modules do that count their versions."""
 
@@ -409,7 +435,9 @@ def assigned(zero: int) -> tuple[str, bool]:
     model, plain, compiled = compiled_pair(config(zero))
     compiled(batch()).backward()
     kept = list(model.parameters())
-    said = what_is_said(lambda: model.load_state_dict(plain.state_dict(), assign=True))
+    state = plain.state_dict()
+    said = what_is_said(lambda: model.load_state_dict(state, assign=True))
+    model.load_state_dict(state, assign=False)
     return said, all(a is b for a, b in zip(kept, model.parameters(), strict=True))
 
 

@@ -40,6 +40,25 @@ def test_hooks_are_told_of_a_load_that_assigns() -> None:
     assert found == [True, False]
 
 
+def test_a_state_dict_need_not_remember_that_it_was_assigned() -> None:
+    module, state = nn.Linear(1, 1), nn.Linear(1, 1).state_dict()
+    module.load_state_dict(state, assign=True)
+    (versions,) = torch_internals.versions_of(state).values()
+    assert torch_internals.assigns(versions)
+    torch_internals.forget_assigned(versions)
+    before = module.weight
+    module.load_state_dict(state)
+    assert module.weight is before
+
+
+def test_state_dicts_have_versions() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    assert torch_internals.versions_of(state) == {"": {"version": 2}} and torch_internals.versions_of(dict(state)) == {}
+    made = torch_internals.with_versions(dict(state), {"": {"version": 1}})
+    del made["num_batches_tracked"]  # as files of version 1, which has none
+    assert nn.BatchNorm1d(2).load_state_dict(made).missing_keys == []
+
+
 class Wrapper(torch.optim.Optimizer):
     """As Accelerate's: an optimizer by its class alone."""
 

@@ -9,7 +9,7 @@ from autoshard.units import bytes_text, enough_text, parse_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("72GiB", 72 * 1024**3), ("80GB", 80 * 10**9), ("1.5 kib", 1536), ("123", 123), ("7B", 7)]
+    ("text", "size"), [("72GiB", 72 * 1024**3), ("80GB", 80 * 10**9), ("1.5 kib", 1536), ("123", 123), ("7B", 7), ("1e9", 10**9)]
 )
 def test_amounts(text: str, size: int) -> None:
     assert parse_bytes(text) == size

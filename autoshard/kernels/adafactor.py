@@ -262,6 +262,12 @@ plus = tl.standard._sum_combine  # what tl.sum adds with, which Triton's interpr
 
 
 @triton.jit
+def towards(mean, seen, weight):
+    """torch's lerp, from the nearer end: of a large mean nothing stays in a small number that has all the weight."""
+    return tl.where(weight < 0.5, mean + weight * (seen - mean), seen - (seen - mean) * (1 - weight))
+
+
+@triton.jit
 def look(table, numbers, scale, places, parts, pieces,
     FACTORED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The squares of a tile of rows, and where it is factored their means and what comes to each column."""
@@ -288,7 +294,7 @@ def look(table, numbers, scale, places, parts, pieces,
         weight = tl.load(numbers + $weight).to($COMPUTE)
         state_at += batch * height + i
         mean = tl.load(state_at, mask=i < height, other=0.0).to($COMPUTE)
-        mean += weight * (grads / width.to($COMPUTE) - mean)
+        mean = towards(mean, grads / width.to($COMPUTE), weight)
         tl.store(state_at, mean, mask=i < height)
         tl.store(piece + 1, tl.reduce(tl.where(i < height, mean, 0.0).to(tl.float64), 0, plus))
 
@@ -344,7 +350,7 @@ def advance(table, numbers, scale, places, found, COLUMNS: tl.constexpr):
     sums = tl.load(found + tl.load(row + $sums) + batch * width + j, mask=j < width, other=0.0)
     mean = tl.load(columns_at, mask=j < width, other=0.0).to($COMPUTE)
     seen = (sums / tl.load(numbers + $whole)).to($COMPUTE)
-    tl.store(columns_at, mean + tl.load(numbers + $weight).to($COMPUTE) * (seen - mean), mask=j < width)
+    tl.store(columns_at, towards(mean, seen, tl.load(numbers + $weight).to($COMPUTE)), mask=j < width)
 
 
 @triton.jit
@@ -383,7 +389,7 @@ def update(table, numbers, scale, places, found, norms, pieces,
             mean = tl.load(state_at + k, mask=there, other=0.0)
             if not WRITE:
                 mean = mean.to($COMPUTE)
-                mean = (mean + weight * (grad * grad - mean)).to($STATE)
+                mean = towards(mean, grad * grad, weight).to($STATE)
                 tl.store(state_at + k, mean, mask=there)
             mean = mean.to($COMPUTE)
         step = grad / tl.sqrt(tl.maximum(mean, eps * eps, propagate_nan=tl.PropagateNan.ALL))

@@ -263,19 +263,29 @@ class Writer:
         kind, arguments = name_of(node.target), node.args
         if not is_plain(node):
             raise Unsupported(f"{node.target}{arguments} {node.kwargs}")
-        given = _rounded_numbers(arguments) if kind in BOOLEAN else arguments
+        held = _compared_in(arguments) if kind in BOOLEAN else node.meta["val"].dtype
+        to = _wide(held)
+        given = [_fitting(a, to) for a in (_rounded_numbers(arguments, held) if kind in BOOLEAN else arguments)]
         values = [self._value(a, broadcast(index, shape_of(a))) for a in given]
-        to = _promoted(arguments) if kind in BOOLEAN else _wide(node.meta["val"].dtype)
+        if kind in BOOLEAN:
+            values = [self._compared(value, a, held) for value, a in zip(values, given)]
         chosen = kind == "where"
         values = [v if chosen and i == 0 else _as(v, a, to) for i, (v, a) in enumerate(zip(values, arguments))]
         root = "tl.sqrt" if to is torch.float64 else "tl.sqrt_rn"  # tl.sqrt is approximate for float32
         return self.out.assign(POINTWISE[kind].replace("SQRT", root).format(*values))
 
+    def _compared(self, value: str, source: Any, dtype: torch.dtype) -> str:
+        """As torch compares halves with tensors of other types: in the half."""
+        if not isinstance(source, Node) or dtype not in HALVES or source.meta["val"].dtype is dtype:
+            return value
+        return self.out.assign(f"{value}.to({_TYPES[dtype]}).to(tl.float32)")
+
     def _constant(self, node: Node, index: Index) -> str:
         if name_of(node.target) == "iota":
             place = size(node.kwargs["start"]) + size(node.kwargs["step"]) * index[0]
             return self.out.assign(f"tl.full({self._one}, 0, {_type_of(node)}) + {{0}}", sympy.expand(place))
-        return self.out.assign(f"tl.full({self._one}, {literal(filled(node))}, {_type_of(node)})")
+        value = _in_half(filled(node), node.meta["val"].dtype)
+        return self.out.assign(f"tl.full({self._one}, {literal(value)}, {_type_of(node)})")
 
     def _kept(self, node: Node, index: Index) -> str:
         seed, p = self._value(node.args[1], (Integer(0),)), literal(node.args[2])
@@ -351,21 +361,28 @@ def _type_of(node: Node) -> str:
     return _TYPES[_wide(node.meta["val"].dtype)]
 
 
-def _promoted(arguments: Sequence[Any]) -> torch.dtype:
-    """What numbers are compared in."""
-    return _wide(_compared_in(arguments))
-
-
 def _compared_in(arguments: Sequence[Any]) -> torch.dtype:
+    """What numbers are compared in."""
     values = [a.meta["val"] if isinstance(a, Node) else a for a in arguments]
     return torch.result_type(values[0], values[-1])
 
 
-def _rounded_numbers(arguments: Sequence[Any]) -> Sequence[Any]:
+def _rounded_numbers(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
     """With numbers of Python as torch compares them: in the tensor's dtype, if that is a half."""
-    if (dtype := _compared_in(arguments)) not in HALVES:
-        return arguments
-    return [a if isinstance(a, Node) else torch.tensor(a, dtype=dtype).item() for a in arguments]
+    return [a if isinstance(a, Node) else _in_half(a, dtype) for a in arguments]
+
+
+def _in_half(number: Any, dtype: torch.dtype) -> Any:
+    """A number as a half holds it; as it is where another dtype does."""
+    return torch.tensor(number, dtype=dtype).item() if dtype in HALVES else number
+
+
+def _fitting(argument: Any, dtype: torch.dtype) -> Any:
+    """Unsupported of a whole number that is none of this dtype: torch takes what is left of it, Triton does not."""
+    whole = type(argument) is int and not dtype.is_floating_point and dtype is not torch.bool
+    if whole and not torch.iinfo(dtype).min <= argument <= torch.iinfo(dtype).max:
+        raise Unsupported(f"{argument} in {dtype}")
+    return argument
 
 
 def _as(value: str, source: Any, dtype: torch.dtype) -> str:

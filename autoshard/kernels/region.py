@@ -208,6 +208,9 @@ def _number(of: Expr, numbers: Numbers) -> Any:
         return sum(parts) if of.is_Add else math.prod(parts)
     if of.is_Pow:
         return _number(of.args[0], numbers) ** int(of.args[1])
+    if of.func.__name__ in ("Max", "Min"):
+        choose = torch.sym_max if of.func.__name__ == "Max" else torch.sym_min
+        return functools.reduce(choose, (_number(part, numbers) for part in of.args))
     if of.func.__name__ == "FloorDiv":
         return _number(of.args[0], numbers) // _number(of.args[1], numbers)
     return numbers[of] if of in numbers else int(of)
@@ -266,7 +269,7 @@ def _primitives(graph: GraphModule) -> GraphModule:
     with given[0].fake_mode:
         try:
             made = make_fx(lambda *tensors: list(graph(*tensors)), decomposition_table=decompositions())(*given)
-        except RuntimeError as error:  # some decompositions do not bear what the operation does, such as no numbers at all
+        except Exception as error:  # some decompositions do not bear what the operation does, such as no numbers at all
             raise Unsupported(str(error)) from error
     made.graph.eliminate_dead_code()
     return made

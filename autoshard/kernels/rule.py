@@ -50,8 +50,8 @@ _LR, _DECAY = symbols("lr weight_decay")
 
 
 @functools.cache
-def adam(*, decoupled: bool, weight_decay: bool, amsgrad: bool, maximize: bool) -> Rule:
-    """Adam, and with `decoupled` AdamW. weight_decay: whether there is any."""
+def adam(*, decoupled: bool, weight_decay: bool, amsgrad: bool, maximize: bool, quick: bool = False) -> Rule:
+    """Adam, and with `decoupled` AdamW. weight_decay: whether there is any. quick: whether half or more of the mean is the gradient."""
     beta1, beta2, eps = symbols("beta1 beta2 eps")
     mean, square, largest = symbols("exp_avg exp_avg_sq max_exp_avg_sq")
     rate1, rate2, size, root = symbols("rate1 rate2 size root")
@@ -63,7 +63,7 @@ def adam(*, decoupled: bool, weight_decay: bool, amsgrad: bool, maximize: bool) 
         ("root", sqrt(1 - beta2**_STEP)),
     )
     formulas: Formulas = (
-        ("exp_avg", mean + rate1 * (_GRAD - mean)),
+        ("exp_avg", _towards(mean, rate1, beta1, quick)),
         ("exp_avg_sq", beta2 * square + rate2 * _GRAD**2),
     )
     if amsgrad:
@@ -92,17 +92,23 @@ def sgd(*, weight_decay: bool, momentum: bool, nesterov: bool, maximize: bool) -
 
 
 @functools.cache
-def lion(*, weight_decay: bool, maximize: bool) -> Rule:
-    """Lion: the sign of a mean, and another mean to keep."""
+def lion(*, weight_decay: bool, maximize: bool, quick: tuple[bool, bool] = (False, False)) -> Rule:
+    """Lion: the sign of a mean, and another mean to keep. quick: whether half or more of either is the gradient."""
     beta1, beta2, mean, rate1, rate2, towards = symbols("beta1 beta2 exp_avg rate1 rate2 towards")
     begin, decay_scalars = _begin(maximize, weight_decay, decoupled=True)
     scalars = decay_scalars + (("rate1", 1 - beta1), ("rate2", 1 - beta2))
     formulas: Formulas = (
-        ("towards", mean + rate1 * (_GRAD - mean)),
+        ("towards", _towards(mean, rate1, beta1, quick[0])),
         ("param", _PARAM - _LR * sign(towards)),
-        ("exp_avg", mean + rate2 * (_GRAD - mean)),
+        ("exp_avg", _towards(mean, rate2, beta2, quick[1])),
     )
     return Rule("lion", ("exp_avg",), ("lr", "beta1", "beta2", "weight_decay"), scalars, begin + formulas)
+
+
+def _towards(mean: Expr, rate: Expr, beta: Expr, quick: bool) -> Expr:
+    """The mean with a share `rate` of the gradient, from the nearer end, as torch's lerp: a small gradient that has most of the weight is
+    not lost beside a large mean."""
+    return _GRAD - beta * (_GRAD - mean) if quick else mean + rate * (_GRAD - mean)
 
 
 def _begin(maximize: bool, weight_decay: bool, decoupled: bool) -> tuple[Formulas, Formulas]:

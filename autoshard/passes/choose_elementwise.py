@@ -45,6 +45,8 @@ _OF_ROWS = frozenset(["native_layer_norm", "native_layer_norm_backward", "_fused
 _KINDS = frozenset(POINTWISE) | SAME | CONSTANT | JOINS | COMPOSITE | {DRAWN}
 _PROGRAMS = 100  # that together keep a GPU's memory busy
 _PER_PROGRAM = 2048  # numbers
+_LARGEST = 64  # nodes of a region, whose kernel is written by recursion and compiled as a whole
+_PARTS = 16  # of a concatenation, each of which every program tests and reads
 _NEAR, _MOST = 16, 10  # nodes between regions that are joined since they read the same, and tensors that they read
 
 
@@ -152,6 +154,8 @@ class _Grouping:
         if id(earlier) not in self.open or not self._may_move(earlier.nodes, node):
             return
         inside = {*earlier.nodes, *region.nodes, node}
+        if len(inside) > _LARGEST:
+            return
         if any(is_total(a) and a in inside for n in inside if not is_total(n) for a in n.all_input_nodes):
             return  # a total is not known before the kernel's end
         space = _common(earlier.space, region.space)
@@ -183,6 +187,8 @@ def _space(node: Node) -> Space | None:
     if not _reads_tensors(node) or name not in _KINDS | REDUCTIONS.keys():
         return None
     if name in POINTWISE and not is_plain(node):
+        return None
+    if name == "cat" and len(node.all_input_nodes) > _PARTS:
         return None
     if name in _OF_ROWS:
         return _space_of_a_norm(node, name)

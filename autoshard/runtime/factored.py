@@ -144,7 +144,7 @@ class Factors:
 
     def _next(self, key: str, seen: Tensor) -> Tensor:
         before = local(self.state[key]).to(self.precise)
-        return before + self.numbers.weight * (seen - before)  # type: ignore[no-any-return]
+        return before.lerp(seen, self.numbers.weight)
 
     def _put(self, key: str, value: Tensor) -> None:
         local(self.state[key]).copy_(value)

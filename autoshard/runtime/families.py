@@ -58,7 +58,13 @@ def _adam_rule(options: Options) -> Rule:
         weight_decay=bool(options["weight_decay"] != 0),
         amsgrad=options["amsgrad"],
         maximize=options["maximize"],
+        quick=_is_quick(options["betas"][0]),
     )
+
+
+def _is_quick(beta: Any) -> bool:
+    """Whether a mean is half or more what is new in it."""
+    return float(beta) <= 0.5
 
 
 def _adam_settings(options: Options) -> dict[str, float]:
@@ -101,7 +107,8 @@ def _sgd_on_cpu(rows: Rows, options: Options, infinite: Tensor | None) -> None:
 
 
 def _lion_rule(options: Options) -> Rule:
-    return rule.lion(weight_decay=bool(options["weight_decay"] != 0), maximize=options["maximize"])
+    beta1, beta2 = map(_is_quick, options["betas"])
+    return rule.lion(weight_decay=bool(options["weight_decay"] != 0), maximize=options["maximize"], quick=(beta1, beta2))
 
 
 def _lion_settings(options: Options) -> dict[str, float]:

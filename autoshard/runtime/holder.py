@@ -74,7 +74,8 @@ class Holder:
 
     def _pass_on(self, leaf: Tensor) -> None:
         own, leaf.grad = leaf.grad, None
-        assert own is not None
+        if own is None:  # autograd had none: forward used the parameter only where nothing is differentiated
+            return
         parameter = self.parameter
         with torch.no_grad():
             if parameter.grad is None:

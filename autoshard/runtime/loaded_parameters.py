@@ -38,9 +38,11 @@ def _scatter_loaded(
             continue
         state = state_with(parameter)
         if state is not None and torch_internals.assigns(metadata):
+            torch_internals.forget_assigned(metadata)
             raise UnsupportedError(
                 f"load_state_dict(assign=True) would put another in the place of parameter {prefix + name!r}, and optimizers would "
-                "go on with the old one; legal after the first call: load_state_dict(assign=False)"
+                "go on with the old one; legal after the first call: load_state_dict(assign=False), of dict(...) of what "
+                "another load was given with assign=True (torch leaves that in it)"
             )
         if not isinstance(parameter, DTensor):
             continue

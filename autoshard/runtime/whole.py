@@ -12,17 +12,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.shard import full_value
-from autoshard.torch_internals import original_names, storage_of
+from autoshard.torch_internals import original_names, storage_of, versions_of, with_versions
 
 
 def state_of_module(module: nn.Module) -> dict[str, Any]:
     """Its state dict, under the names that it has without torch.compile; what is tied is one object."""
-    state, first = dict(module.state_dict()), dict[int, str]()
+    given = module.state_dict()
+    state, first = dict(given), dict[int, str]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         before = first.setdefault(id(parameter), name)
         if name in state and before in state and _lie_together(state[name], state[before]):
             state[name] = state[before]
-    return original_names(state)
+    return with_versions(original_names(state), original_names(versions_of(given)))
 
 
 def _lie_together(one: Any, other: Any) -> bool:
@@ -57,4 +58,6 @@ def in_whole(state: Mapping[str, Any], keeps: bool) -> dict[str, Any]:
         return copies[place]
 
     found = tree_map(whole, dict(state))
-    return found if keeps else {}
+    if not keeps:
+        return {}
+    return with_versions(found, versions) if (versions := versions_of(state)) else found
