@@ -304,6 +304,7 @@ class Compilation:
             # Inductor would undo the planned order of collectives.
             "reorder_for_peak_memory": False,
             "reorder_for_locality": False,
+            "cpp_wrapper": False,  # with it processes crash in backward (2.13)
         }
         if self.context.plan.partition_activations:
             patches["shape_padding"] = False  # which each GPU decides by measuring: values would be made in other ways

@@ -215,7 +215,7 @@ def test_each_process_takes_its_own_statement_out_of_the_store() -> None:
 def test_signs_of_many_are_read_at_once() -> None:
     (store,) = connections(1)
     for rank in range(1, 500):
-        store.shared.set(f"autoshard/alive/{rank}", "12.5 train.py:7 in load")
+        store.shared.set(f"autoshard/alive/{rank}", " 12.5 train.py:7 in load")
     others = list(range(1, 500))
     with pytest.raises(DisagreementError, match=r"15, 16 and 483 more did not come .* rank 16 is at train.py:7 in load\); every"):
         Patience(1.0, 60.0, print).wait(store, "the job", lambda: False, lambda: others, lambda: others)

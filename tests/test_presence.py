@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from autoshard.errors import ConfigError, DisagreementError
-from autoshard.runtime import presence
+from autoshard.runtime import living, presence
 from autoshard.runtime.presence import Patience, SignsOfLife
 
 
@@ -25,7 +25,7 @@ def test_who_gives_no_sign_is_named_and_who_does_is_not() -> None:
     def give() -> None:
         count = 0
         while not over.wait(0.05):
-            store.set("autoshard/alive/2", f"{(count := count + 1)} train.py:7 in load")
+            store.set("autoshard/alive/2", f" {(count := count + 1)} train.py:7 in load")
 
     signs = threading.Thread(target=give)
     signs.start()
@@ -39,14 +39,27 @@ def test_who_gives_no_sign_is_named_and_who_does_is_not() -> None:
 
 def test_the_last_sign_says_where_it_was_given() -> None:
     store = dist.HashStore()
-    store.set("autoshard/alive/1", "12.5 train.py:7 in load")
+    store.set("autoshard/alive/1", " 12.5 train.py:7 in load")
     with pytest.raises(DisagreementError, match=r"ranks 1, 2 .* within 1 s \(rank 1 is at train.py:7 in load\)"):
         _wait(store, arrival=60.0, timeout=1.0)
 
 
+@pytest.mark.skipif(not living.mark(), reason="the system does not say who lives")
+def test_who_lives_on_this_machine_need_not_give_signs() -> None:
+    """It may be in one call that keeps Python's lock. Its last sign has no mark."""
+    store = dist.HashStore()
+    for rank in (1, 2):
+        store.set(f"autoshard/alive/{rank}", f"{living.mark()} 12.5 train.py:7 in load")
+    with pytest.raises(DisagreementError, match=r"ranks 1, 2 did not come to the job within 1.5 s"):
+        _wait(store, arrival=0.1, timeout=1.5)
+    store.set("autoshard/alive/2", " 13.5 train.py:7 in load")
+    with pytest.raises(DisagreementError, match=r"^rank 2 did not come to the job, and gave no sign of life for 0.1 s \(rank 2 is at train.py:7 in load\)"):
+        _wait(store, arrival=0.1)
+
+
 def test_without_signs_only_the_timeout_counts() -> None:
     store = dist.HashStore()
-    store.set("autoshard/alive/1", "12.5 train.py:7 in load")  # of an earlier wait
+    store.set("autoshard/alive/1", " 12.5 train.py:7 in load")  # of an earlier wait
     with pytest.raises(DisagreementError, match=r"ranks 1, 2 did not come to the job within 1 s;"):
         _wait(store, arrival=None, timeout=1.0)
 
@@ -64,10 +77,10 @@ def test_signs_are_given_until_they_are_ended(monkeypatch: pytest.MonkeyPatch) -
     assert {t for t in set(threading.enumerate()) - before if not t.daemon} == {thread}
     signs.end()
     time.sleep(3 * presence._LOOK)
-    assert thread.is_alive()
+    assert thread.is_alive() and store.get("autoshard/alive/3").decode().split(" ")[0] == living.mark()
     more.end()
     thread.join(10)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and store.get("autoshard/alive/3").decode().startswith(" ")
 
 
 def test_signs_end_where_a_connection_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.errors import UnsupportedError
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state, whole
-from tests.small import TOLERANCE, Net, backward_of_all, compiled_pair, config, in_full, inputs_of, step_each
+from tests.small import (
+    TOLERANCE,
+    Net,
+    backward_of_all,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+    what_is_said,
+)
 
 
 def scaled(zero: int) -> tuple[Distance, list[float], list[bool]]:
@@ -79,9 +89,40 @@ def test_an_infinite_gradient_is_seen_where_the_first_is_small(two: Cluster, kin
         assert all(same) and scale == 512.0
 
 
+class Scale(Net):
+    """Whose first parameter has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def scaled_without_rows(zero: int, behind: bool) -> tuple[str, float]:
+    """(what was refused, the scale behind a step whose infinite gradient is in one process's rows)."""
+    model, _, compiled = compiled_pair(config(zero), Scale)
+    optimizer = optim.SGD(sorted(model.parameters(), key=lambda p: -p.ndim) if behind else model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(compiled(inputs_of(1)[0, dist.get_rank()])).backward()
+    if dist.get_rank() == 1:
+        model.up.weight.grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr, operator]
+    said = what_is_said(scaler.step, optimizer)
+    scaler.update()
+    return said, scaler.get_scale()
+
+
+@pytest.mark.parametrize("zero", [in_full(1), 3])
+def test_a_parameter_without_rows_goes_behind_others(two: Cluster, zero: int) -> None:
+    assert two.run(scaled_without_rows, zero, True) == [("nothing", 512.0)] * 2
+    (said, _), (other, _) = two.run(scaled_without_rows, zero, False)
+    assert "parameters without dimensions behind others in the optimizer" in said + other
+
+
 @pytest.mark.parametrize("kind", ["late", "later"])
 def test_a_scaler_that_comes_late_is_refused(two: Cluster, kind: str) -> None:
-    assert all("Make the GradScaler before the model's first call" in text for *_, text in two.run(scaled_late, kind))
+    assert all("legal: a GradScaler that is made before the model's first call" in text for *_, text in two.run(scaled_late, kind))
 
 
 @pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])

@@ -3,7 +3,9 @@
 [Note: Signs of life] From the making of a backend until its first call is over, a thread of each process writes every
 second where the main thread stands: to the launcher's store and, once there is a process group, to that one's. Who gives
 no sign for `Config.arrival` seconds is not waited for any longer; who does has until `Config.timeout`: it may be reading
-data. The thread is no daemon, which the interpreter could end in the middle of C++, but ends with the main thread.
+data. So has who is seen to live, on the same machine: in one call of C that keeps Python's lock, as `json.loads` of a large file does,
+no thread can give signs. The thread is no daemon, which the interpreter could end in the middle of C++, but ends with the main thread;
+its last sign is one of nobody who lives.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch.distributed as dist
 
 from autoshard import torch_internals
 from autoshard.errors import DisagreementError
-from autoshard.runtime import launched
+from autoshard.runtime import launched, living
 from autoshard.runtime.waiting import SHOWN, Answer, Answering, asked_apart, missing, named, wait_until
 
 Ranks = Callable[[], list[int]]
@@ -135,6 +137,7 @@ class _Watch:
         self._listen(ranks)
         now, never = time.monotonic(), ("", self._start)
         silent = [r for r in ranks if now - self._heard.get(r, never)[1] > self._limit]
+        silent = [r for r in silent if not living.lives(self._heard.get(r, never)[0].split(" ")[0])]
         if not silent:
             return None
         return DisagreementError(
@@ -148,7 +151,7 @@ class _Watch:
             return ""
         shown = ranks[:SHOWN]
         self._listen(shown)
-        known = [f"rank {r} is at {self._heard[r][0].split(' ', 1)[1]}" for r in shown if r in self._heard]
+        known = [f"rank {r} is at {self._heard[r][0].split(' ', 2)[2]}" for r in shown if r in self._heard]
         return f" ({', '.join(known)})" if known else ""
 
     def _listen(self, ranks: Sequence[int]) -> None:
@@ -210,16 +213,16 @@ def _signs(store: Any) -> Any:
 
 def _give(over: threading.Event) -> None:
     """The thread."""
-    main, written = threading.main_thread(), 0.0
+    main, written, mark = threading.main_thread(), 0.0, living.mark()
     lines = _Line(lambda: "RANK" in os.environ, _to_the_launcher), _Line(dist.is_initialized, _to_the_group)
-    while not over.is_set():
-        time.sleep(_LOOK)  # not in the event, whose lock its end may want, which the collector of garbage calls in any thread
-        if not main.is_alive():
-            return
+    while not over.is_set() and main.is_alive():
         if time.monotonic() - written > INTERVAL:
             written = time.monotonic()
             for line in lines:
-                _write(line.store(), f"{time.time()} {_where(main)}")
+                _write(line.store(), f"{mark} {time.time()} {_where(main)}")
+        time.sleep(_LOOK)  # not in the event, whose lock its end may want, which the collector of garbage calls in any thread
+    for line in lines:
+        _write(line.there, f" {time.time()} {_where(main)}")  # without the mark: it may live on, and never come
 
 
 class _Line:
@@ -229,18 +232,18 @@ class _Line:
     def __init__(self, sensible: Callable[[], bool], make: Callable[[], Any | None]) -> None:
         self._sensible, self._make = sensible, make
         self._coming: queue.SimpleQueue[Answer] | None = None
-        self._store: Any | None = None
+        self.there: Any | None = None  # the store, once there is a connection
 
     def store(self) -> Any | None:
         """None where there is none yet. Raises what the making of it raised."""
-        if self._coming is None and self._store is None and self._sensible():
+        if self._coming is None and self.there is None and self._sensible():
             self._coming = asked_apart(self._make)
         if self._coming is not None:
             with contextlib.suppress(queue.Empty):
-                (self._store, error), self._coming = self._coming.get(timeout=_LOOK), None
+                (self.there, error), self._coming = self._coming.get(timeout=_LOOK), None
                 if error is not None:
                     raise error
-        return self._store
+        return self.there
 
 
 def _to_the_launcher() -> Any | None:

@@ -3,7 +3,7 @@
 [Note: Infinite gradients] GradScaler looks at all gradients of a device and dtype in one operation, and DTensor then combines what
 processes found by how the first of them lies (seen on 2.11 and 2.13). Where that one is whole on every process nothing is
 combined: a process whose rows have an infinite gradient skips the step, the others take it, without a word. So where a
-GradScaler is there at the first call no parameter stays whole, and before steps it is seen to that rows come first.
+GradScaler is there at the first call no parameter stays whole that has rows, and before steps it is seen to that rows come first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from autoshard import torch_internals
 from autoshard.errors import UnsupportedError
 from autoshard.heap import alive
+
+_WITH_ROWS = "a GradScaler that is made before the model's first call, or Config(replicate_below=0)"
+_WITHOUT_ROWS = "parameters without dimensions behind others in the optimizer: SGD(sorted(model.parameters(), key=lambda p: -p.ndim))"
 
 
 def is_there() -> bool:
@@ -34,8 +37,7 @@ def check(stepped: Callable[[], Sequence[nn.Parameter]]) -> None:
         if _is_whole(before) and not _is_whole(grad):
             raise UnsupportedError(
                 f"GradScaler would not see infinite gradients of other processes: a gradient of shape {tuple(before.shape)}, whole on "
-                "every process, comes before sharded ones. Make the GradScaler before the model's first call, or say "
-                "Config(replicate_below=0); a parameter without dimensions goes behind others in the optimizer"
+                f"every process, comes before sharded ones; legal: {_WITH_ROWS if before.ndim else _WITHOUT_ROWS}"
             )
 
 

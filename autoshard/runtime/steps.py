@@ -98,12 +98,12 @@ def _checked(closure: Callable[..., Any], optimizer: Optimizer) -> Callable[[], 
 
 def _check_gradients(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
     stepped, still = functools.partial(fused_step.stepped_by, optimizer), stands_still(optimizer)
+    if any(state.plan.sharded for state in states):
+        scaler.check(stepped)  # first: another process may skip this step already, and not come to what follows
     for state in states:
         state.check_step(optimizer, stepped, still)
     if states and not still:
         _refuse_strangers(optimizer, states)
-    if any(state.plan.sharded for state in states):
-        scaler.check(stepped)
 
 
 def _refuse_strangers(optimizer: Optimizer, states: Sequence[ModelState]) -> None:
