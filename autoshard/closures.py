@@ -1,9 +1,29 @@
-"""What the names that a function uses stand for."""
+"""What the names that a function uses stand for, and what else it may reach."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import nn
+
+
+def reached_by(function: Any) -> Iterator[Any]:
+    """What a function may use that it is not called with: what is named around it, what a method is of, and holds, and what a partial
+    function was given."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *reached_by(function.func))
+    elif inspect.ismethod(function):
+        of = function.__self__
+        held = () if isinstance(of, nn.Module) else getattr(of, "__dict__", {}).values()
+        yield from (of, *held, *reached_by(function.__func__))
+    elif inspect.isfunction(function):
+        for value in named_around(function).values():
+            yield value
+            if isinstance(value, functools.partial):  # around which torch.compile puts a function
+                yield from reached_by(value)
 
 
 def named_around(function: Callable[..., Any]) -> dict[str, Any]:

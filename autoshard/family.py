@@ -1,8 +1,4 @@
-"""Modules of one class that were compiled one by one, as the blocks of a deep model are.
-
-They have their first call together: one plan for all of them, and, being alike after it, one graph, which Dynamo
-compiles for the first and finds again for the others.
-"""
+"""Modules that have their first call together: one plan for all of them."""
 
 from __future__ import annotations
 
@@ -11,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 
-class Family(nn.Module):
-    """Holds the members under their numbers, so that what takes a model can take them. It is never called."""
+class Several(nn.Module):
+    """Those with which one function computes. Holds the members under their numbers, so that what takes a model can take them. It is never
+    called."""
 
     def __init__(self, members: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -20,9 +17,14 @@ class Family(nn.Module):
             self.add_module(str(number), member)
 
 
+class Family(Several):
+    """Of one class, compiled one by one, as the blocks of a deep model are. Being alike after the first call they have one graph, which
+    Dynamo compiles for the first and finds again for the others."""
+
+
 def members_of(model: nn.Module) -> list[nn.Module]:
-    """What the user knows of `model`: the members of a family, or itself."""
-    return list(model.children()) if isinstance(model, Family) else [model]
+    """What the user knows of `model`: the members of several, or itself."""
+    return list(model.children()) if isinstance(model, Several) else [model]
 
 
 def used_in(model: nn.Module, used: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from autoshard import torch_internals
-from autoshard.closures import named_around
+from autoshard.closures import reached_by
 from autoshard.errors import UnsupportedError
-from autoshard.family import Family
+from autoshard.family import Family, Several
 from autoshard.heap import alive
 from autoshard.runtime.state import state_of
 
@@ -20,7 +19,7 @@ from autoshard.runtime.state import state_of
 def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
     """The module that is being compiled: the innermost one on the stack that was given to torch.compile or
     called `.compile()` and owns a parameter of the graph; for a compiled function, the largest such module that
-    the function can reach by a name, or else the smallest anywhere that owns all of them.
+    the function can reach, or else the smallest anywhere that owns all of them, or else several that it reaches.
 
     A graph without parameters, such as one that makes a mask before a graph break, belongs to the compiled module on
     the stack, if it has parameters and had no first call: what comes after the break may not be in any graph, and must
@@ -34,19 +33,42 @@ def find_owner(inputs: Sequence[Any]) -> nn.Module | None:
     for module in _compiled_modules_on_the_stack():
         if wanted & {id(p) for p in module.parameters()}:
             return module
-    return _reached_by_function(wanted) or _smallest_owner(wanted)
+    owner = _reached_by_function(wanted) or _smallest_owner(wanted) or _together(wanted)
+    if owner is None:
+        raise UnsupportedError(
+            "the compiled function uses parameters that no single nn.Module owns; legal: modules that it names or is called with, of which "
+            "none had a first call by itself, or one nn.ModuleList of them"
+        )
+    return owner
 
 
 def _reached_by_function(wanted: set[int]) -> nn.Module | None:
-    """A compiled function's closure, globals and arguments; after a graph break the graph may be a child's."""
+    """After a graph break the graph may be a child's."""
     owners = []
-    for call in torch_internals.compiled_calls():
-        named = named_around(call.function) if inspect.isfunction(call.function) else {}
-        for module in (v for v in (*named.values(), *call.arguments, *call.keywords.values()) if isinstance(v, nn.Module)):
-            owned = {id(p) for p in module.parameters()}
-            if wanted <= owned:
-                owners.append((len(owned), module))
+    for module in _modules_that_functions_reach():
+        owned = {id(p) for p in module.parameters()}
+        if wanted <= owned:
+            owners.append((len(owned), module))
     return max(owners, key=lambda entry: entry[0])[1] if owners else None
+
+
+def _modules_that_functions_reach() -> Iterator[nn.Module]:
+    """Those that were compiled and run: their closures, globals and arguments."""
+    for call in torch_internals.compiled_calls():
+        for value in (*reached_by(call.function), *call.arguments, *call.keywords.values()):
+            if isinstance(value, nn.Module):
+                yield value
+            elif isinstance(value, list | tuple | dict):
+                yield from (each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, nn.Module))
+
+
+def _together(wanted: set[int]) -> nn.Module | None:
+    """One that holds several which functions reach, and which own all together; None where one had a first call by itself."""
+    found = {id(m): m for m in map(torch_internals.original_of, _modules_that_functions_reach())}
+    owners = [m for m in found.values() if not wanted.isdisjoint(map(id, m.parameters()))]
+    outermost = [m for m in owners if not any(m is not other and m in other.modules() for other in owners)]
+    owned = {id(p) for m in outermost for p in m.parameters()}
+    return Several(outermost) if wanted <= owned and not any(map(state_of, outermost)) else None
 
 
 def call_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -68,15 +90,13 @@ def _compiled_modules_on_the_stack() -> Iterator[nn.Module]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _smallest_owner(wanted: set[int]) -> nn.Module:
+def _smallest_owner(wanted: set[int]) -> nn.Module | None:
     owners = []
     for module in _modules():
         owned = {id(p) for p in module.parameters()}
         if wanted <= owned and not isinstance(module, torch_internals.OptimizedModule):
             owners.append((len(owned), module))
-    if not owners:
-        raise UnsupportedError("the compiled function uses parameters that no single nn.Module owns")
-    return min(owners, key=lambda entry: entry[0])[1]
+    return min(owners, key=lambda entry: entry[0])[1] if owners else None
 
 
 def with_family(module: nn.Module) -> nn.Module:

@@ -34,7 +34,10 @@ from torch._C._dynamo.eval_frame import (
 from torch._decomp import get_decompositions  # seen: 2.11, 2.13
 from torch._dynamo import trace_rules  # seen: 2.11, 2.13
 from torch._dynamo.callback import callback_handler  # seen: 2.11, 2.13
-from torch._dynamo.eval_frame import OptimizedModule  # seen: 2.11, 2.13; what torch.compile(module) returns
+from torch._dynamo.eval_frame import (
+    OptimizedModule,  # seen: 2.11, 2.13; what torch.compile(module) returns
+    skip_code,  # seen: 2.11, 2.13; Dynamo does not compile a function's code, but looks into what that calls
+)
 from torch._dynamo.exc import (
     ShortenTraceback,  # seen: 2.11, 2.13; its subclasses leave a backend unwrapped
     TensorifyScalarRestartAnalysis,  # seen: 2.11, 2.13; Dynamo lets it through from a backend and traces again
@@ -149,6 +152,7 @@ __all__ = [
     "takes_scaled_gradients",
     "tangents",
     "times_written",
+    "untraced",
     "versions_of",
     "with_versions",
     "transport_of",
@@ -398,20 +402,21 @@ def surround_steps(before: Callable[..., Any] | None = None, after: Callable[...
     """Registers hooks of all optimizers' steps that `has_step_hooks` does not count. Seen: 2.11, 2.13."""
     for hook, register in ((before, register_optimizer_step_pre_hook), (after, register_optimizer_step_post_hook)):
         if hook is not None:
-            _own_step_hooks.add(register(_untraced(hook)).id)  # type: ignore[attr-defined]
+            _own_step_hooks.add(register(untraced(hook)).id)  # type: ignore[attr-defined]
 
 
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """What Dynamo does not look into. `torch.compiler.disable` takes longer than a short hook, so it is there only where Dynamo looks: at
     this, or at what a frame calls that it has compiled in parts. Seen: 2.11, 2.13."""
     disabled = torch.compiler.disable(hook)
 
     @functools.wraps(hook)
-    def untraced(*args: Any) -> Any:
+    def called(*args: Any) -> Any:
         looks = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
         return disabled(*args) if looks else hook(*args)
 
-    return untraced
+    skip_code(called.__code__)  # type: ignore[attr-defined]
+    return called
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -128,6 +128,29 @@ def test_a_hook_before_loading_is_kept_last() -> None:
     assert called == ["theirs", "ours"]
 
 
+@pytest.mark.parametrize("is_looked_into", [True, False])
+def test_hooks_can_be_left_out_where_a_compiled_function_goes_backward(is_looked_into: bool) -> None:
+    """Dynamo looks at the Python that backward calls, if a frame around it was compiled in parts."""
+    called, compiled = list[Tensor](), list[torch.fx.GraphModule]()
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(gm)
+        return gm
+
+    def hook(gradients: Any) -> None:
+        called.append(gradients[0] + 1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = x.exp().sum()
+        torch._dynamo.graph_break()
+        loss.grad_fn.register_prehook(hook if is_looked_into else torch_internals.untraced(hook))  # type: ignore[union-attr]
+        loss.backward()
+        return loss
+
+    torch.compile(step, backend=backend)(torch.ones(3, requires_grad=True))
+    assert len(called) == 1 and len(compiled) == 1 + is_looked_into
+
+
 def test_messages_given_once_do_not_break_a_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Nor does torch say that it cannot write these methods down, which 2.11 does of two and more."""
     said: list[str] = []

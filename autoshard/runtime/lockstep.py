@@ -133,5 +133,6 @@ def before_backward(results: Sequence[Any], then: Callable[[], None]) -> None:
         if last == -1 or last != before:
             then()
 
+    untraced = torch_internals.untraced(begins)
     for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:
-        node.register_prehook(begins)
+        node.register_prehook(untraced)

@@ -113,8 +113,8 @@ class ModelState:
 
     def attach(self) -> None:
         """Lets the model carry this, and load whole state dicts from here on."""
-        for member in members_of(self.model):
-            member.__dict__[ATTRIBUTE] = self
+        for holder in (self.model, *members_of(self.model)):
+            holder.__dict__[ATTRIBUTE] = self
         self.ids = names_of(self.model)
         if self.plan.leaves_alone:
             return
