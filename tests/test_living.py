@@ -43,16 +43,19 @@ def test_a_process_lives_until_it_is_stopped_or_ends(other: subprocess.Popen[str
     assert living.lives(mark)
     other.send_signal(signal.SIGSTOP)
     assert _soon(mark, False)
+    assert not living.has_ended(mark)
     other.send_signal(signal.SIGCONT)
     assert _soon(mark, True)
     other.kill()
-    assert _soon(mark, False)  # a zombie
+    assert _soon(mark, False) and living.has_ended(mark)  # a zombie
     other.wait()
-    assert not living.lives(mark)
+    assert living.has_ended(mark)
 
 
 def test_one_of_another_machine_or_another_time_does_not() -> None:
     own = living.mark()
     assert living.lives(own)
-    for other in ("", "/", f"another/{own}", f"{own}0", own.rpartition("/")[0]):
-        assert not living.lives(other)
+    assert not living.has_ended(own)
+    for other in ("", "/", f"another/{own}"):
+        assert not living.lives(other) and not living.has_ended(other)
+    assert living.has_ended(f"{own}0")  # its number is another one's

@@ -57,6 +57,19 @@ def test_who_lives_on_this_machine_need_not_give_signs() -> None:
         _wait(store, arrival=0.1)
 
 
+@pytest.mark.skipif(not living.mark(), reason="the system does not say who lives")
+@pytest.mark.parametrize("arrival", [None, 60.0])
+def test_who_is_seen_to_have_ended_is_not_waited_for(arrival: float | None) -> None:
+    """Behind the first call too, where nobody gives signs."""
+    store, ended = dist.HashStore(), f"{living.mark()}0"  # whose number is ours now
+    presence.say_who(store, 1)
+    presence.processes_of(store).set("2", ended if arrival is None else "")
+    store.set("autoshard/alive/1", f"{living.mark()} 12.5 train.py:7 in load")
+    store.set("autoshard/alive/2", f"{ended if arrival is not None else ''} 12.5 train.py:7 in load")
+    with pytest.raises(DisagreementError, match="^rank 2 did not come to the job, and ended: its own log says why"):
+        _wait(store, arrival)
+
+
 def test_without_signs_only_the_timeout_counts() -> None:
     store = dist.HashStore()
     store.set("autoshard/alive/1", " 12.5 train.py:7 in load")  # of an earlier wait

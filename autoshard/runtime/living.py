@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 _PROCESSES = Path("/proc")
-_ENDED_OR_STOPPED = frozenset("ZXxT")
+_ENDED, _STOPPED = frozenset("ZXx"), "T"
 
 
 def mark() -> str:
@@ -18,11 +19,26 @@ def mark() -> str:
 def lives(marked: str) -> bool:
     """Whether the process of a `mark` is there, and goes on. False of one on another machine, or in another container, of which nothing
     is known."""
-    machine, _, of = marked.rpartition("/")[0].rpartition("/")
-    found = _state_and_start(int(of)) if of.isdecimal() and machine == _machine() else None
-    return found is not None and found[0] not in _ENDED_OR_STOPPED and marked.endswith(f"/{found[1]}")
+    return _is_here(marked) and _state(marked) not in (*_ENDED, _STOPPED)
 
 
+def has_ended(marked: str) -> bool:
+    """Whether the process of a `mark` is not there any more. False of one of which nothing is known."""
+    return _is_here(marked) and _state(marked) in _ENDED
+
+
+def _is_here(marked: str) -> bool:
+    return bool(_machine()) and marked.rsplit("/", 2)[0] == _machine()
+
+
+def _state(marked: str) -> str:
+    """Of one of this machine, in the system's letters."""
+    _, number, start = marked.rsplit("/", 2)
+    found = _state_and_start(int(number))
+    return found[0] if found is not None and found[1] == start else "X"
+
+
+@functools.cache
 def _machine() -> str:
     """This boot of this machine, and what its numbers of processes count in."""
     try:

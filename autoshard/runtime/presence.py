@@ -129,21 +129,33 @@ class _Watch:
     def __init__(self, store: Any, limit: float | None, timeout: float) -> None:
         self._signs, self._limit, self._start = Answering(_signs(store), timeout), limit, time.monotonic()
         self._heard: dict[int, tuple[str, float]] = {}
+        self._processes = Answering(processes_of(store), timeout)
+        self._marks: dict[int, str] | None = None
 
     def missed(self, ranks: Sequence[int], what: str) -> DisagreementError | None:
-        """The error that names those who gave no sign for too long."""
+        """The error that names those who gave no sign for too long, or ended, as far as can be seen from here."""
+        marks = self._marks_of(ranks)
+        if ended := [r for r in ranks if living.has_ended(marks.get(r, ""))]:
+            return DisagreementError(f"{named(ended)} did not come to {what}, and ended: {'its' if len(ended) == 1 else 'their'} own log says why")
         if self._limit is None:
             return None
-        self._listen(ranks)
         now, never = time.monotonic(), ("", self._start)
-        silent = [r for r in ranks if now - self._heard.get(r, never)[1] > self._limit]
-        silent = [r for r in silent if not living.lives(self._heard.get(r, never)[0].split(" ")[0])]
+        silent = [r for r in ranks if now - self._heard.get(r, never)[1] > self._limit and not living.lives(marks.get(r, ""))]
         if not silent:
             return None
         return DisagreementError(
             f"{named(silent)} did not come to {what}, and gave no sign of life for {self._limit:g} s{self.places(silent)}: "
             "look at its own log. If it only starts that late, Config(arrival=...) gives it longer"
         )
+
+    def _marks_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Which processes they are: by their last signs, or, where nobody gives any, by what all said in their group, which is asked once."""
+        if self._limit is not None:
+            self._listen(ranks)
+            return {r: sign.split(" ")[0] for r, (sign, _) in self._heard.items()}
+        if self._marks is None:
+            self._marks = {r: mark.decode() for r, mark in _found(self._processes, ranks)}
+        return self._marks
 
     def places(self, ranks: Sequence[int]) -> str:
         """ " (rank 3 is at train.py:12 in load)": of those that are named and give signs."""
@@ -155,11 +167,21 @@ class _Watch:
         return f" ({', '.join(known)})" if known else ""
 
     def _listen(self, ranks: Sequence[int]) -> None:
-        silent = set(missing(self._signs, ranks))
-        there = [r for r in ranks if r not in silent]
-        for rank, sign in zip(there, self._signs.multi_get([str(r) for r in there]) if there else ()):
+        for rank, sign in _found(self._signs, ranks):
             if rank not in self._heard or self._heard[rank][0] != sign.decode():
                 self._heard[rank] = sign.decode(), time.monotonic()
+
+
+def _found(store: Any, ranks: Sequence[int]) -> list[tuple[int, bytes]]:
+    """What these left in a store, under their numbers."""
+    silent = set(missing(store, ranks))
+    there = [r for r in ranks if r not in silent]
+    return list(zip(there, store.multi_get([str(r) for r in there]))) if there else []
+
+
+def say_who(store: Any, rank: int) -> None:
+    """Which process this rank is, by which others on its machine see whether it has ended."""
+    processes_of(store).set(str(rank), living.mark())
 
 
 def hosts() -> bool:
@@ -204,6 +226,11 @@ def _listens(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def processes_of(store: Any) -> Any:
+    """What processes said that they are, by rank."""
+    return dist.PrefixStore("autoshard/process", store)  # type: ignore[attr-defined]
 
 
 def _signs(store: Any) -> Any:

@@ -24,7 +24,7 @@ from autoshard import torch_internals
 from autoshard.errors import ConfigError, UnsupportedError
 from autoshard.runtime import launched
 from autoshard.runtime.agreement import Agreement
-from autoshard.runtime.presence import Patience, job_store
+from autoshard.runtime.presence import Patience, job_store, say_who
 from autoshard.runtime.waiting import Answering, wait_until
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -91,7 +91,7 @@ def join(device: torch.device, patience: Patience) -> World:
     if dist.is_initialized():
         end_well()
         _refuse_slow_transport(device)
-        return World(dist.get_rank(), dist.get_world_size(), device.type)
+        return _in_the_group(device)
     _refuse_half_a_launch()
     if launched_size() > 1:
         if device.type == "cuda":
@@ -102,8 +102,11 @@ def join(device: torch.device, patience: Patience) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout, store=store, rank=launched_rank(), world_size=launched_size())
         end_well()
-    if not dist.is_initialized():
-        return World(0, 1, device.type)
+    return _in_the_group(device) if dist.is_initialized() else World(0, 1, device.type)
+
+
+def _in_the_group(device: torch.device) -> World:
+    say_who(job_store(""), dist.get_rank())
     return World(dist.get_rank(), dist.get_world_size(), device.type)
 
 

@@ -47,7 +47,7 @@ def wait_until(
             raise failed()
         if waited - asked > _ASK:
             asked = waited
-            if (error := lost()) is not None:
+            if (error := lost()) is not None and not ready():  # which may have come, and ended, meanwhile
                 raise error
         if waited > PATIENCE and not warned:
             warned = True
