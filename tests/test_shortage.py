@@ -10,7 +10,7 @@ import pytest
 from autoshard import Config, Plan
 from autoshard.errors import BudgetError
 from autoshard.passes.choose_zero import make_plan
-from tests.inventories import blocks, where
+from tests.inventories import blocks, info, where
 
 RACKS = {"replicate": 4, "shard": 2}
 
@@ -54,3 +54,13 @@ def test_a_fix_that_is_followed_helps(said: dict[str, Any]) -> None:
     with pytest.raises(BudgetError):
         make_plan(blocks(64), Config(memory_budget=budget, **said), where(8, budget))
     assert make_plan(blocks(64), Config(memory_budget=budget), where(8, budget)).predicted.peak_bytes <= budget
+
+
+def test_more_processes_do_not_help_where_all_rows_are_apart() -> None:
+    """Of experts, say."""
+    experts = dataclasses.replace(blocks(1), parameters=tuple(info(f"layers.{i}.experts", 8, 2**20) for i in range(4)))
+    for world, mib, helps in ((4, 200, True), (8, 150, False)):
+        with pytest.raises(BudgetError) as found:
+            make_plan(experts, Config(memory_budget=mib * 2**20), where(world, mib * 2**20))
+        assert ("more than 4 processes" in str(found.value)) is helps, found.value
+        assert ("has 8 rows, which as many processes share already" in str(found.value)) is not helps

@@ -10,13 +10,15 @@ import torch
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
+from autoshard.cost_model.program import _held
 from autoshard.cost_model.workspace import on_cpu
 from tests.peaks import grown
 
 CONVOLUTIONS = [
     (8, 64, 16, 96, 3, 1, 1, True), (8, 64, 16, 64, 1, 1, 1, True), (2, 64, 16, 64, 3, 1, 4, True), (2, 64, 16, 64, 3, 2, 1, True),
     (8, 64, 16, 96, 3, 1, 1, False), (8, 64, 16, 128, 4, 2, 1, True), (8, 128, 16, 256, 1, 2, 1, True),
-    (8, 3, 16, 64, 3, 1, 1, False), (4, 3, 32, 64, 8, 8, 1, False)
+    (8, 3, 16, 64, 3, 1, 1, False), (4, 3, 32, 64, 8, 8, 1, False),
+    (8, 1, 32, 8, 3, 1, 1, True), (8, 4, 32, 4, 3, 1, 1, True), (8, 20, 32, 24, 3, 1, 1, True), (16, 64, 16, 20, 1, 1, 1, True),  # in blocks
 ]  # fmt: skip
 
 
@@ -39,10 +41,21 @@ def test_what_a_convolution_takes_for_a_while(
         assert held + on_cpu(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"])
+def test_what_a_loss_takes_for_a_while_and_goes_on_taking(name: str) -> None:
+    call, arguments = getattr(torch.ops.aten, name).default, (torch.rand(256, 32), torch.rand(256, 32))
+    node, step = _called(call, arguments), functools.partial(call, *arguments)
+    step()
+    held = _held(node, node.meta["val"])
+    assert held == step().untyped_storage().nbytes()
+    assert held + on_cpu(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
+
+
 def test_what_dropout_and_the_gradient_of_batch_norm_take_for_a_while() -> None:
     x, of = torch.randn(256, 32), [torch.randn(32) for _ in range(5)]
     for call, arguments in (
         (torch.ops.aten.native_dropout.default, (x, 0.1, True)),
+        (torch.ops.aten.native_dropout_backward.default, (x, x > 0, 1.1)),
         (torch.ops.aten.native_batch_norm_backward.default, (x, x, *of, True, 1e-5, [True, True, True])),
     ):
         node, step = _called(call, arguments), functools.partial(call, *arguments)

@@ -33,6 +33,7 @@ Half = Literal["forward", "backward", "optimizer"]
 _VIEWS = frozenset({"aten._unsafe_view.default", "aten.lift_fresh_copy.default"})
 _OURS, _TORCH = Path(__file__).parent.parent, Path(str(torch.__file__)).parent
 _NOT_THE_MODEL = (f"{_OURS}{os.sep}", f"{_TORCH}{os.sep}")
+_LARGE_LOSSES = frozenset(f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"))
 WAIT = "_c10d_functional.wait_tensor.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 ASK_ROWS, LOOK_UP_ROWS, REDUCE_ROWS = (f"autoshard.{name}_rows.default" for name in ("ask", "look_up", "reduce"))
@@ -240,9 +241,17 @@ class Writer:
                 return [made(item) for item in value]
             if not isinstance(value, Tensor):
                 return None
-            return self.program.add(bytes_of(value), category_of(node), at, at, node.name)
+            return self.program.add(_held(node, value), category_of(node), at, at, node.name)
 
         return made(node.meta.get("val"))
+
+
+def _held(node: Node, value: Tensor) -> Size:
+    """Bytes of a result's memory: some losses are written in full into what then is their mean, and go on being as large."""
+    if _text(node.target) not in _LARGE_LOSSES or value.dim():
+        return bytes_of(value)
+    source: Any = node.args[0]
+    return bytes_of(source.meta["val"])
 
 
 def _shared(node: Node, reads: tuple[int, ...]) -> Value:

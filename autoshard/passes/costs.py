@@ -87,6 +87,17 @@ def scarce_rows(plan: Plan, inventory: Inventory) -> str:
     )
 
 
+def all_rows_apart(plan: Plan, inventory: Inventory) -> str:
+    """What is to be said where most bytes are of parameters with no more rows than processes share: no more of these can have some of
+    them. So are experts that are the rows of one parameter."""
+    shared = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1]
+    few = [p for p in shared if p.shape[0] <= plan.shard_size]
+    if not few or 2 * sum(p.elements for p in few) < sum(p.elements for p in shared):
+        return ""
+    most = max(few, key=lambda p: p.elements)
+    return f"{most.name} has {counted(most.shape[0], 'row', 'rows')}, which as many processes share already"
+
+
 def _padded(p: ParameterInfo, layout: Layout) -> int:
     """Elements of all processes, if each had as many as the one that has the most: so they travel."""
     return layout.size * math.prod(layout.with_chunk(p.shape)) if layout.sharded else p.elements

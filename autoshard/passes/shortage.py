@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoshard.config import Config
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_blocks import blocks_of
-from autoshard.passes.costs import scarce_rows
+from autoshard.passes.costs import all_rows_apart, scarce_rows
 from autoshard.passes.group_parameters import REPLICATE_BELOW
 from autoshard.plan import Plan
 from autoshard.prediction import AT_THE_STEP
@@ -40,7 +40,7 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     in_the_way = " and ".join(_in_the_way(least, config))
     if in_the_way and divided + others < budget:
         return f"{in_the_way}, or {enough}"
-    if said := scarce_rows(least, inventory):
+    if said := scarce_rows(least, inventory) or all_rows_apart(least, inventory):
         return f"{enough}, since more processes would not help: {said}"
     if others < budget:
         more = "more than one process (torchrun starts them)" if least.world == 1 else f"more than {least.world} processes"
