@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -29,6 +30,11 @@ _DECIDING = (
 def _one_of(name: str, value: Any, legal: tuple[Any, ...]) -> None:
     if not any(value is v or (type(value) is type(v) and value == v) for v in legal):
         raise ConfigError(f"{name}: {value!r} is not legal; {nearest(value, legal)}")
+
+
+def _all_ranks(mesh: DeviceMesh) -> int:
+    """How many a mesh of all has; where there is no job, as many as that one has."""
+    return dist.get_world_size() if dist.is_initialized() else mesh.size()
 
 
 def _is_whole(value: Any) -> bool:
@@ -164,7 +170,7 @@ class Config:
     def _check_mesh(self) -> None:
         if not isinstance(self.mesh, dict | DeviceMesh | None):
             raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: None, {{'replicate': 2, 'shard': 4}}, or a DeviceMesh")
-        if isinstance(self.mesh, DeviceMesh) and (ranks := self.mesh.mesh.flatten().tolist()) != list(range(len(ranks))):
+        if isinstance(self.mesh, DeviceMesh) and (ranks := self.mesh.mesh.flatten().tolist()) != list(range(_all_ranks(self.mesh))):
             raise ConfigError(f"mesh: a DeviceMesh of the ranks {ranks} is not legal; legal: all ranks of the job, in order")
         axes = dict(self.mesh_axes() or {})
         for name, size in axes.items():

@@ -77,6 +77,12 @@ def test_mesh_axes_are_outermost_first() -> None:
     assert Config(mesh={"shard": 2, "replicate": 4}).mesh_axes() == (("replicate", 4), ("shard", 2))
 
 
+def test_a_mesh_of_some_ranks_is_refused_whatever_its_axes_are_called(many_processes: None) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(128), mesh_dim_names=("dp",), _init_backend=False)
+    with pytest.raises(ConfigError, match=r"mesh: a DeviceMesh of the ranks \[0, 1, .* is not legal; legal: all ranks of the job, in order"):
+        Config(mesh=mesh)
+
+
 def test_a_mesh_of_ranks_in_another_order_is_refused(many_processes: None) -> None:
     """Its axes would be of other ranks than it says."""
     mesh = DeviceMesh("cpu", torch.arange(256).view(2, 128).t(), mesh_dim_names=("replicate", "shard"), _init_backend=False)
