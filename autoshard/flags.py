@@ -68,7 +68,7 @@ def _budget(text: str) -> float | str:
         share = float(text)
     except ValueError:
         return text
-    return share if "." in text and "e" not in text.lower() else text
+    return share if "." in text and (share <= 1 or "e" not in text.lower()) else text
 
 
 def _mesh(text: str) -> dict[str, int]:

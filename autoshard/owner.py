@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from autoshard import torch_internals
-from autoshard.closures import reached_by
+from autoshard.closures import held_by, reached_by
 from autoshard.errors import UnsupportedError
 from autoshard.family import Family, Several
 from autoshard.heap import alive
@@ -53,22 +54,25 @@ def _reached_by_function(wanted: set[int]) -> nn.Module | None:
 
 
 def _modules_that_functions_reach() -> Iterator[nn.Module]:
-    """Those that were compiled and run: their closures, globals and arguments."""
+    """Those that were compiled and run: what is around them, and their arguments, with what those hold."""
     for call in torch_internals.compiled_calls():
-        for value in (*reached_by(call.function), *call.arguments, *call.keywords.values()):
+        arguments = (*call.arguments, *call.keywords.values())
+        for value in (*reached_by(call.function), *arguments, *itertools.chain.from_iterable(map(held_by, arguments))):
             if isinstance(value, nn.Module):
-                yield value
+                yield torch_internals.original_of(value)
             elif isinstance(value, list | tuple | dict):
-                yield from (each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, nn.Module))
+                each = value.values() if isinstance(value, dict) else value
+                yield from (torch_internals.original_of(one) for one in each if isinstance(one, nn.Module))
 
 
 def _together(wanted: set[int]) -> nn.Module | None:
-    """One that holds several which functions reach, and which own all together; None where one had a first call by itself."""
-    found = {id(m): m for m in map(torch_internals.original_of, _modules_that_functions_reach())}
-    owners = [m for m in found.values() if not wanted.isdisjoint(map(id, m.parameters()))]
+    """One that holds several which functions reach, and which own all together; None where one was sharded by itself."""
+    found = dict.fromkeys(_modules_that_functions_reach())
+    owners = [m for m in found if not wanted.isdisjoint(map(id, m.parameters()))]
     outermost = [m for m in owners if not any(m is not other and m in other.modules() for other in owners)]
     owned = {id(p) for m in outermost for p in m.parameters()}
-    return Several(outermost) if wanted <= owned and not any(map(state_of, outermost)) else None
+    sharded = any((state := state_of(m)) is not None and not state.plan.leaves_alone for m in outermost)
+    return Several(outermost) if wanted <= owned and not sharded else None
 
 
 def call_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

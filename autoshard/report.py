@@ -60,7 +60,7 @@ def _passes_table(passes: Sequence[PassRun]) -> Table:
     for column in ("pass", "graph", "ms", "ops changed"):
         table.add_column(column, justify="right" if column == "ms" else "left")
     for run in passes:
-        table.add_row(run.name, run.phase, f"{run.seconds * 1e3:.1f}", _changes(run.changed))
+        table.add_row(Text(run.name), run.phase, f"{run.seconds * 1e3:.1f}", _changes(run.changed))
     return table
 
 

@@ -82,7 +82,8 @@ def refuse_unplanned(state: ModelState, names: Mapping[int, str], inputs: Sequen
             if id(x) not in names:
                 raise UnsupportedError(
                     f"a parameter of shape {tuple(x.shape)} is in no module of the model, or of another model; legal: modules that hold it as "
-                    "an attribute, in an nn.ModuleList or in an nn.ModuleDict (a plain list does not)"
+                    "an attribute, in an nn.ModuleList or in an nn.ModuleDict (a plain list does not). Models that one function computes with "
+                    "have their first call together: call that function before any of them alone, or compile one nn.ModuleList of them"
                 )
             raise UnsupportedError(
                 f"parameter {names[id(x)]!r} of shape {tuple(x.shape)} came after the first call; "

@@ -307,7 +307,10 @@ EDGES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "a view of nothing": (lambda x: (x * 2).view(-1).sin(), ((0, 3),)),
     "softmax of one number": (lambda x: F.softmax(x * 2, 0) + x.sum(0), ((),)),
 }  # fmt: skip
-LEFT = ("a power of whole numbers", "a number that no int32 is", "a share of a product of whole numbers", "nothing is given", "a view of nothing", "softmax of one number")  # to torch
+LEFT = (  # to torch
+    "a power of whole numbers", "a number that no int32 is", "a share of a product of whole numbers", "nothing is given", "a view of nothing",
+    "softmax of one number",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDGES)

@@ -82,6 +82,53 @@ def with_a_frozen_one() -> Built:
     return models, make
 
 
+class Decorated(Loop):
+    """Whose method is compiled in the class, so that the object is an argument."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+
+def object_of_a_loop() -> Built:
+    return [Encoder(), nn.Linear(8, 8)], lambda models, compile: compile(Decorated(models))
+
+
+def argument_of_a_loop() -> Built:
+    def make(models: list[nn.Module], compile: Compile) -> Callable[[Tensor], Tensor]:
+        return functools.partial(compile(Loop.step), Loop(models))
+
+    return [Encoder(), nn.Linear(8, 8)], make
+
+
+def by_default() -> Built:
+    def make(models: list[nn.Module], compile: Compile) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor, first: nn.Module = models[0], second: nn.Module = models[1]) -> Tensor:
+            return _of_all([first, second], x)
+
+        return compile(step)
+
+    return [Encoder(), nn.Linear(8, 8)], make
+
+
+def by_a_helper() -> Built:
+    def make(models: list[nn.Module], compile: Compile) -> Callable[[Tensor], Tensor]:
+        def helper(x: Tensor) -> Tensor:
+            return _of_all(models, x)
+
+        return compile(lambda x: helper(x))
+
+    return [Encoder(), nn.Linear(8, 8)], make
+
+
+def compiled_before() -> Built:
+    """What a loop holds is what torch.compile returned."""
+
+    def make(models: list[nn.Module], compile: Compile) -> Callable[[Tensor], Tensor]:
+        return compile(Loop([compile(model) for model in models]).step)
+
+    return [Parts()], make
+
+
 def several_of_a_loop() -> Built:
     return [Encoder(), nn.Linear(8, 8)], lambda models, compile: compile(Loop(tuple(models)).step)
 
@@ -120,7 +167,10 @@ def trained(build: Callable[[], Built], zero: int) -> tuple[Distance, list[bool]
     return distance, [plan is not None and plan is plans[0] for plan in plans]
 
 
-KINDS = [method_of_a_loop, several, partial_of_both, *map(in_full, (methods, with_a_frozen_one, several_of_a_loop))]
+OTHERS = (
+    methods, with_a_frozen_one, several_of_a_loop, object_of_a_loop, argument_of_a_loop, by_default, by_a_helper, compiled_before,
+)  # fmt: skip
+KINDS = [method_of_a_loop, several, partial_of_both, *map(in_full, OTHERS)]
 
 
 @pytest.mark.parametrize("zero", [in_full(0), in_full(1), 3])
@@ -130,10 +180,40 @@ def test_functions_train_what_they_reach(two: Cluster, build: Callable[[], Built
         assert distance.worst <= TOLERANCE and all(planned), distance
 
 
+def copied(zero: int) -> Distance:
+    """A copy of several models is trained by itself."""
+    models, make = several()
+    compile = functools.partial(torch.compile, backend=autoshard.backend(config(zero)))
+    x = inputs_of(2)[:, dist.get_rank()]
+    make(models, compile)(x[0]).backward()
+    copies = copy.deepcopy(models)
+    plain = [rank0_copy(model) for model in several()[0]]
+    for model, other in zip(models, plain):
+        other.load_state_dict(autoshard.state_dict(model, keep=True))
+    optimizers = [optim.SGD([p for m in each for p in m.parameters()], lr=0.1) for each in (copies, plain)]
+    optimizers[0].zero_grad()
+    make(copies, compile)(x[1]).backward()
+    for own in inputs_of(2)[1]:
+        (make(plain, lambda function: function)(own) / dist.get_world_size()).backward()
+    distance = Distance()
+    for optimizer in optimizers:
+        optimizer.step()
+    for model, other in zip(copies, plain):
+        see_state(distance, model, other)
+    return distance
+
+
+@pytest.mark.parametrize("zero", [in_full(0), 3])
+def test_a_copy_of_several_is_trained(two: Cluster, zero: int) -> None:
+    for distance in two.run(copied, zero):
+        assert distance.worst <= TOLERANCE, distance
+
+
 def test_one_process_trains_what_a_function_reaches() -> None:
-    """Twice, as with other models that are alike, which Dynamo does not trace again."""
-    for _ in range(2):
-        models, make = several()
+    """Twice, as with other models that are alike, which Dynamo does not trace again; and some of them with others."""
+    (first, second), make = several()
+    for models in ([first, second], several()[0], [first, Encoder()]):
+        first.zero_grad()
         function, plain = make(models, functools.partial(torch.compile, backend=autoshard.backend(config(1)))), copy.deepcopy(models)
         x = torch.randn(4, 8)
         for _ in range(2):
@@ -156,4 +236,4 @@ def apart() -> str:
 
 def test_one_of_several_that_had_a_first_call_is_named(two: Cluster) -> None:
     for said in two.run(apart):
-        assert "is in no module of the model, or of another model" in said
+        assert "Models that one function computes with have their first call together: call that function before any of them alone" in said

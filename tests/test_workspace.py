@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,17 @@ CONVOLUTIONS = [
     (8, 64, 16, 96, 3, 1, 1, False), (8, 64, 16, 128, 4, 2, 1, True), (8, 128, 16, 256, 1, 2, 1, True),
     (8, 3, 16, 64, 3, 1, 1, False), (4, 3, 32, 64, 8, 8, 1, False),
     (8, 1, 32, 8, 3, 1, 1, True), (8, 4, 32, 4, 3, 1, 1, True), (8, 20, 32, 24, 3, 1, 1, True), (16, 64, 16, 20, 1, 1, 1, True),  # in blocks
+    (8, 12, 32, 12, 3, 1, 1, True), (8, 36, 16, 36, 3, 1, 36, False), (1, 64, 8, 64, 1, 1, 1, True), (8, 64, 16, 64, 1, 1, 4, True),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in a job of several processes; more of them take other ways."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("batch", "channels", "size", "out", "kernel", "stride", "groups", "inner"), CONVOLUTIONS)
@@ -41,7 +52,10 @@ def test_what_a_convolution_takes_for_a_while(
         assert held + on_cpu(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"])
+LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_what_a_loss_takes_for_a_while_and_goes_on_taking(name: str) -> None:
     call, arguments = getattr(torch.ops.aten, name).default, (torch.rand(256, 32), torch.rand(256, 32))
     node, step = _called(call, arguments), functools.partial(call, *arguments)

@@ -51,6 +51,12 @@ class Listed:
         return set(self.forward.calls) & set(self.backward.calls if self.backward else ())
 
 
+def _is_a_loss(result: object) -> bool:
+    """Of one number, on which the loop calls backward, and so has it until that is over."""
+    value = result.meta.get("val") if isinstance(result, Node) else None
+    return isinstance(value, Tensor) and not value.dim()
+
+
 def program_of(
     listed: Listed, held: Held, body_of: Callable[[Node], Body | None], scatters: bool = True, open: Open | None = None
 ) -> Program:
@@ -69,6 +75,7 @@ def program_of(
         gradients = writer.write(listed.backward, "backward", given, listed.whole)
         if torch_internals.HOLDS_TANGENTS and not held.by_itself:
             program.keep([value for i, value in enumerate(given) if i not in listed.saved.values()], len(program.operations) - 1)
+        program.keep([v for v, node in zip(outputs, listed.forward.gives[: listed.results]) if _is_a_loss(node)], len(program.operations) - 1)
         _leave(program, gradients, held)
     end = len(program.operations)
     for made in program.pieces:

@@ -1,9 +1,11 @@
 """Memory that a kernel takes while it runs, beside what it gives.
 
 oneDNN, which torch runs convolutions with on CPUs, works on blocked layouts: what it is given is copied into them, and what
-it gives out of them, padded to whole blocks of channels. An input of fewer channels than a block has is taken as it is. A kernel of one
-element on few samples torch leaves to BLAS, where there is one thread. Channels-last tensors it takes too; only the weight's gradient is copied out. Gradients
-of groups, and weights of patches, are padded in ways that are not told here. Seen on torch 2.13; `tests/test_workspace.py` measures it.
+it gives out of them, padded to whole blocks of channels. An input of fewer channels than a block has is taken as it is, for the
+weight's gradient one of half as many. A kernel of one element on few samples torch leaves to BLAS, where there is one thread, and on
+one small sample in any case. Channels-last tensors it takes too; only the weight's gradient is copied out. Gradients of groups, and
+weights of patches, are padded in ways that are not told here, other dtypes than float32 not told at all. Seen on torch 2.13 with
+AVX-512; `tests/test_workspace.py` measures it.
 
 cuDNN's kernels for tensor cores, which torch takes on GPUs for half precision and, as TF32, for fp32, take channels-last tensors alone:
 others are copied, for its whole call. The weight's gradient is a sum of partial ones besides. Seen on an H100, torch 2.11.
@@ -12,6 +14,7 @@ others are copied, for its whole call. The weight's gradient is a sum of partial
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from autoshard.cost_model.program import Program
 from autoshard.cost_model.sizes import Size, bytes_of, larger, product
 from autoshard.cost_model.work import op_name
 
-FEW_CHANNELS, FEW_SAMPLES = 3, 16
+FEW_CHANNELS, FEW_SAMPLES, FEW_NUMBERS = 3, 16, 20480
 PARTIAL = 8 << 20  # bytes of the parts that a weight's gradient is made in on a GPU, at most; fewer where it is large
 _LOSSES = {"mse_loss": 1, "smooth_l1_loss": 1, "huber_loss": 1, "binary_cross_entropy_with_logits": 2}  # of their input
 _HALF = (torch.float16, torch.bfloat16)
@@ -98,23 +101,74 @@ def _sums_of_rows(given: list[Any]) -> Size:
 
 
 def _convolution(node: Node, given: list[Any], backward: bool, channels_last: bool) -> Size:
-    x, weight, _, stride = given[backward : backward + 4]
+    x, weight, _, stride, _, _, transposed, _, groups = given[backward : backward + 9]
     y, wanted = (given[0], given[-1]) if backward else (node.meta["val"], (False, False))
-    if all(size == 1 for size in (*weight.shape[2:], *stride)) and torch.get_num_threads() == 1 and _are_few(x.shape[0]):
-        return 0
+    call = _Convolution(x, weight, y, any(size > 1 for size in stride), transposed, groups)
+    if call.is_left_to_blas:
+        return call.put_together(backward)
     if channels_last:
         return 2 * bytes_of(weight) if wanted[1] else 0
-    grouped = weight.shape[1] != x.shape[1]
-    blocked = _blocked(x, grouped) if x.shape[1] >= _block() or grouped else 0
-    w, of_y = bytes_of(weight) if grouped else _blocked_weight(weight), _blocked(y, grouped)
-    if not backward:
-        return larger(blocked + w + of_y, of_y + bytes_of(y)) - bytes_of(y)
-    dx, dw, of_dx = (bytes_of(x), bytes_of(weight), _blocked(x, grouped)) if wanted[0] else (0, bytes_of(weight), 0)
-    dw = dw if wanted[1] else 0
-    strided = any(size > 1 for size in stride) and not grouped  # as measured; those of groups take less
-    of_input = larger(of_y + w + of_dx, of_dx + (2 if strided else 1) * dx) if wanted[0] else 0  # it comes first, and is there when the weight's is made
-    of_weight = dx + larger(blocked + of_y + (w if wanted[1] else 0), 2 * dw) if wanted[1] else 0
-    return larger(of_input, of_weight) - dx - dw
+    return call.backward(*wanted[:2]) if backward else call.forward()
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """On a CPU. groups: into how many channels fall; copies in blocks are padded but for these, where each has more than one channel."""
+
+    x: Tensor
+    weight: Tensor
+    y: Tensor
+    strided: bool
+    transposed: bool
+    groups: int
+
+    @property
+    def is_left_to_blas(self) -> bool:
+        """Kernels of one element, of few samples."""
+        if self.strided or any(size > 1 for size in self.weight.shape[2:]):
+            return False
+        if not _are_few(self.x.shape[0]):
+            return False
+        small = self.x.shape[0] == 1 and self.groups == 1 and not self.transposed and self.x.numel() <= FEW_NUMBERS
+        return bool(small) or torch.get_num_threads() == 1
+
+    def put_together(self, backward: bool) -> Size:
+        """Of groups' results, or of parts that overlap, there."""
+        if self.groups > 1:
+            return bytes_of(self.x if backward else self.y)
+        return bytes_of(self.y) if self.transposed and not backward else 0
+
+    def forward(self) -> Size:
+        of_x = self._blocked(self.x) if self.groups > 1 or self.x.shape[1] >= _block() else 0
+        of_y, y = self._blocked(self.y), bytes_of(self.y)
+        copies = 2 if self.transposed and self.strided and self.groups == 1 and self.y.shape[1] >= _block() else 1
+        return larger(of_x + self._blocked_weight() + of_y, of_y + copies * y) - y
+
+    def backward(self, of_input: bool, of_weight: bool) -> Size:
+        """of_input, of_weight: the gradients that are wanted. The input's comes first, and is there when the weight's is made."""
+        dx, dw = bytes_of(self.x) if of_input else 0, bytes_of(self.weight) if of_weight else 0
+        w, of_y = self._blocked_weight(), self._blocked(self.y)
+        copies = 2 if self.strided and not self.transposed and self.groups == 1 else 1  # as measured; those of groups take less
+        first = larger(of_y + w + self._blocked(self.x), self._blocked(self.x) + copies * dx) if of_input else 0
+        of_x = self._blocked(self.x) if self.groups > 1 or self.x.shape[1] > _block() // 2 else 0
+        then = dx + larger(of_x + of_y + w, 2 * dw) if of_weight else 0
+        return larger(first, then) - dx - dw
+
+    def _blocked(self, tensor: Tensor) -> Size:
+        """Bytes of a copy in blocks."""
+        if self._is_grouped or tensor.shape[1] % _block() == 0:
+            return bytes_of(tensor)
+        return product((tensor.shape[0], _padded(tensor.shape[1]), *tensor.shape[2:])) * tensor.element_size()
+
+    def _blocked_weight(self) -> Size:
+        outer, inner, *kernel = self.weight.shape
+        if self._is_grouped:
+            return bytes_of(self.weight)
+        return product((_padded(outer), inner if inner < _block() else _padded(inner), *kernel)) * self.weight.element_size()
+
+    @property
+    def _is_grouped(self) -> bool:
+        return self.groups > 1 and not self.groups == self.x.shape[1] == self.y.shape[1]
 
 
 @functools.cache
@@ -130,15 +184,3 @@ def _are_few(samples: Any) -> bool:
 
 def _padded(channels: int) -> int:
     return -(-channels // _block()) * _block()
-
-
-def _blocked(tensor: Tensor, grouped: bool) -> Size:
-    """Bytes of a copy in blocks."""
-    if grouped or tensor.shape[1] % _block() == 0:
-        return bytes_of(tensor)
-    return product((tensor.shape[0], _padded(tensor.shape[1]), *tensor.shape[2:])) * tensor.element_size()
-
-
-def _blocked_weight(weight: Tensor) -> Size:
-    inner = weight.shape[1] if weight.shape[1] < _block() else _padded(weight.shape[1])
-    return product((_padded(weight.shape[0]), inner, *weight.shape[2:])) * weight.element_size()

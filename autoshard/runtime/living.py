@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from pathlib import Path
 
 _PROCESSES = Path("/proc")
@@ -12,14 +13,18 @@ _ENDED, _STOPPED = frozenset("ZXx"), "T"
 
 def mark() -> str:
     """Of this process, for others on its machine; "" where the system does not say who lives (it is Linux that does)."""
-    own = _state_and_start(os.getpid())
-    return f"{_machine()}/{os.getpid()}/{own[1]}" if own is not None else ""
+    try:
+        shown = (_PROCESSES / "self").readlink().name == str(os.getpid())  # not where it is of other numbers than this process has
+    except OSError:
+        return ""
+    start = _state_and_start(os.getpid())[1] if shown else ""
+    return f"{_machine()}/{os.getpid()}/{start}" if start and _machine() else ""
 
 
 def lives(marked: str) -> bool:
     """Whether the process of a `mark` is there, and goes on. False of one on another machine, or in another container, of which nothing
     is known."""
-    return _is_here(marked) and _state(marked) not in (*_ENDED, _STOPPED)
+    return _is_here(marked) and _state(marked) not in (*_ENDED, _STOPPED, "")
 
 
 def has_ended(marked: str) -> bool:
@@ -32,25 +37,28 @@ def _is_here(marked: str) -> bool:
 
 
 def _state(marked: str) -> str:
-    """Of one of this machine, in the system's letters."""
+    """Of one of this machine, in the system's letters; "" where it does not say."""
     _, number, start = marked.rsplit("/", 2)
-    found = _state_and_start(int(number))
-    return found[0] if found is not None and found[1] == start else "X"
+    state, began = _state_and_start(int(number))
+    return state if began in (start, "") else "X"
 
 
 @functools.cache
 def _machine() -> str:
-    """This boot of this machine, and what its numbers of processes count in."""
+    """This boot of this machine, which others may have been copied from, and what its numbers of processes count in."""
     try:
-        return f"{(_PROCESSES / 'sys/kernel/random/boot_id').read_text().strip()}/{(_PROCESSES / 'self/ns/pid').readlink()}"
+        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{'-'.join(platform.node().split())}/{boot}/{(_PROCESSES / 'self/ns/pid').readlink()}"
     except OSError:
         return ""
 
 
-def _state_and_start(of: int) -> tuple[str, str] | None:
-    """How a process is, and when it began: another one may get its number."""
+def _state_and_start(of: int) -> tuple[str, str]:
+    """How a process is, and when it began: another one may get its number. ("X", "") if there is none, ("", "") if that cannot be seen."""
     try:
         behind_the_name = (_PROCESSES / str(of) / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", ""
     except OSError:
-        return None
+        return "", ""
     return behind_the_name[0], behind_the_name[19]

@@ -131,12 +131,15 @@ class _Watch:
         self._heard: dict[int, tuple[str, float]] = {}
         self._processes = Answering(processes_of(store), timeout)
         self._marks: dict[int, str] | None = None
+        self._lived = set[int]()  # a sign may be one of before a restart; what all said in their group is not
 
     def missed(self, ranks: Sequence[int], what: str) -> DisagreementError | None:
         """The error that names those who gave no sign for too long, or ended, as far as can be seen from here."""
         marks = self._marks_of(ranks)
-        if ended := [r for r in ranks if living.has_ended(marks.get(r, ""))]:
-            return DisagreementError(f"{named(ended)} did not come to {what}, and ended: {'its' if len(ended) == 1 else 'their'} own log says why")
+        self._lived |= {r for r in ranks if self._limit is None or living.lives(marks.get(r, ""))}
+        if ended := [r for r in ranks if r in self._lived and living.has_ended(marks.get(r, ""))]:
+            own = "its" if len(ended) == 1 else "their"
+            return DisagreementError(f"{named(ended)} did not come to {what}, and ended: {own} own log says why")
         if self._limit is None:
             return None
         now, never = time.monotonic(), ("", self._start)

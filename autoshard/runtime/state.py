@@ -98,7 +98,6 @@ class ModelState:
         accumulation = copy.deepcopy(self.accumulation, memo)
         made = replace(
             self,
-            model=copy.deepcopy(self.model, memo),
             accumulation=accumulation,
             lockstep=self.lockstep and self.lockstep.for_copy(),
             replicas=self.replicas and self.replicas.for_copy(),
@@ -106,6 +105,8 @@ class ModelState:
             early=self.early and Early(),
             written=Written(),
         )
+        memo[id(self)] = made  # each of several models has it
+        made.model = copy.deepcopy(self.model, memo)
         if not self.plan.leaves_alone:
             remember(made)
             note_copy(made)
