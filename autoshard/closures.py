@@ -13,31 +13,36 @@ from torch import Tensor, nn
 
 def reached_by(function: Any) -> Iterator[Any]:
     """What a function may use that it is not called with: what is named around it, or around functions that are named there, what a
-    method is of, and holds, what parameters stand for by default, and what a partial function was given."""
+    method is of, and holds, what parameters stand for by default, what a partial function was given, and what is so of what it wraps."""
     if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *reached_by(function.func))
+        yield from (*_given(function), *reached_by(function.func))
     elif inspect.ismethod(function):
         yield from (function.__self__, *held_by(function.__self__), *reached_by(function.__func__))
     elif inspect.isfunction(function):
+        if hasattr(function, "__wrapped__"):  # by torch.compile, too, where it is given an object that can be called
+            yield from reached_by(function.__wrapped__)
         for value in _near(function):
             yield value
-            if isinstance(value, functools.partial) or _is_torch_s(function):
-                yield from reached_by(value)
-            elif inspect.ismethod(value):
-                yield from held_by(value.__self__)
-            elif inspect.isfunction(value):
-                yield from _near(value)
+            yield from _one_further(value)
     else:
         yield from held_by(function)
 
 
-def _is_torch_s(function: FunctionType) -> bool:
-    """As that which torch.compile puts around an object that is called."""
-    return str(function.__globals__.get("__name__", "")).startswith("torch.")
+def _one_further(value: Any) -> Iterable[Any]:
+    """Of what a function names: no more, since functions may name each other."""
+    if isinstance(value, functools.partial):
+        return _given(value)
+    if inspect.ismethod(value):
+        return held_by(value.__self__)
+    return _near(value) if inspect.isfunction(value) else ()
 
 
-def _near(function: FunctionType) -> Iterator[Any]:
-    yield from (*named_around(function).values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+def _given(function: functools.partial[Any]) -> Iterable[Any]:
+    return (*function.args, *function.keywords.values())
+
+
+def _near(function: FunctionType) -> Iterable[Any]:
+    return (*named_around(function).values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def held_by(value: Any) -> Iterable[Any]:

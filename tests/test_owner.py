@@ -120,6 +120,23 @@ def by_a_helper() -> Built:
     return [Encoder(), nn.Linear(8, 8)], make
 
 
+def wrapped() -> Built:
+    """As by a decorator."""
+
+    def make(models: list[nn.Module], compile: Compile) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            return _of_all(models, x)
+
+        @functools.wraps(step)
+        def decorated(*args: Any) -> Any:
+            return again(*args)
+
+        again = step
+        return compile(decorated)
+
+    return [Encoder(), nn.Linear(8, 8)], make
+
+
 def compiled_before() -> Built:
     """What a loop holds is what torch.compile returned."""
 
@@ -168,7 +185,7 @@ def trained(build: Callable[[], Built], zero: int) -> tuple[Distance, list[bool]
 
 
 OTHERS = (
-    methods, with_a_frozen_one, several_of_a_loop, object_of_a_loop, argument_of_a_loop, by_default, by_a_helper, compiled_before,
+    methods, with_a_frozen_one, several_of_a_loop, object_of_a_loop, argument_of_a_loop, by_default, by_a_helper, wrapped, compiled_before,
 )  # fmt: skip
 KINDS = [method_of_a_loop, several, partial_of_both, *map(in_full, OTHERS)]
 
