@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -46,6 +47,26 @@ def test_the_peak_is_the_measured_one(two: Cluster, compression: str | None, cod
     plan = autoshard.plan(Wide(), torch.randn(64, 256), settings, Machines(1, 2, DEVICES["cpu"]), torch.optim.SGD)
     for found in two.run(measured, plan, codegen):
         assert above_held(plan.predicted) == pytest.approx(found, rel=0.03), plan.predicted
+
+
+class OfALoss(nn.Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.loss = nn.Linear(8, 256), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.up(x).sigmoid(), y)
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss"])
+def test_losses_are_there_until_backward_is_over(name: str) -> None:
+    """As large as they lie; of one process."""
+    model, given = OfALoss(getattr(nn.functional, name)), (torch.rand(512, 8), torch.rand(512, 256))
+    settings = config(0, optimizer="sgd")
+    plan = autoshard.plan(model, given, settings, Machines(1, 1, DEVICES["cpu"]), torch.optim.SGD)
+    compiled = torch.compile(model, backend=autoshard.backend(settings))
+    found = grown_in_a_step(lambda: compiled(*given), torch.optim.SGD(model.parameters()))
+    assert above_held(plan.predicted) == pytest.approx(found, rel=0.01), plan.predicted
 
 
 def measured_with_gradients(plan: autoshard.Plan, apart: bool = False) -> tuple[int, int]:
