@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -26,6 +28,11 @@ def in_full(*values: Any) -> Any:
 def config(zero: int | str, **more: Any) -> autoshard.Config:
     options = {"codegen": "eager", "replicate_below": 0, "timeout": 60, "verbose": False}
     return autoshard.Config(zero=zero, **(options | more))  # type: ignore[arg-type]
+
+
+def interpreter_loops() -> bool:
+    """Whether there is a Triton whose interpreter takes a loop whose end is an argument."""
+    return find_spec("triton") is not None and tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)
 
 
 def what_is_said(function: Any, *args: Any) -> str:

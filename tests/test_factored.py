@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -32,12 +30,13 @@ from tests.small import (
     config,
     in_full,
     inputs_of,
+    interpreter_loops,
     step_each,
     what_is_said,
 )
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None or tuple(map(int, version("triton").split(".")[:2])) < (3, 7),
+    not interpreter_loops(),
     reason="the kernels are Triton's, whose older interpreter takes no loop whose end is an argument",
 )
 SHAPES = ((), (5,), (7, 3), (1, 6), (6, 1), (2, 3, 4), (3, 1, 2, 5), (9, 8))

@@ -82,18 +82,20 @@ def with_a_frozen_one() -> Built:
     return models, make
 
 
-class Decorated(Loop):
-    """Whose method is compiled in the class, so that the object is an argument."""
+class Called(Loop):
+    """Which is compiled itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.step(x)
 
 
 def object_of_a_loop() -> Built:
-    return [Encoder(), nn.Linear(8, 8)], lambda models, compile: compile(Decorated(models))
+    return [Encoder(), nn.Linear(8, 8)], lambda models, compile: compile(Called(models))
 
 
 def argument_of_a_loop() -> Built:
+    """As where a method is compiled in its class."""
+
     def make(models: list[nn.Module], compile: Compile) -> Callable[[Tensor], Tensor]:
         return functools.partial(compile(Loop.step), Loop(models))
 

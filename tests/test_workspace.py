@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
-from autoshard.cost_model.program import _held
+from autoshard.cost_model.program import bytes_held
 from autoshard.cost_model.workspace import on_cpu
 from tests.peaks import grown
 
@@ -60,7 +60,7 @@ def test_what_a_loss_takes_for_a_while_and_goes_on_taking(name: str) -> None:
     call, arguments = getattr(torch.ops.aten, name).default, (torch.rand(256, 32), torch.rand(256, 32))
     node, step = _called(call, arguments), functools.partial(call, *arguments)
     step()
-    held = _held(node, node.meta["val"])
+    held = bytes_held(node, node.meta["val"])
     assert held == step().untyped_storage().nbytes()
     assert held + on_cpu(node, channels_last=False) == pytest.approx(grown(step), rel=0.03)
 

@@ -241,12 +241,12 @@ class Writer:
                 return [made(item) for item in value]
             if not isinstance(value, Tensor):
                 return None
-            return self.program.add(_held(node, value), category_of(node), at, at, node.name)
+            return self.program.add(bytes_held(node, value), category_of(node), at, at, node.name)
 
         return made(node.meta.get("val"))
 
 
-def _held(node: Node, value: Tensor) -> Size:
+def bytes_held(node: Node, value: Tensor) -> Size:
     """Bytes of a result's memory: some losses are written in full into what then is their mean, and go on being as large."""
     if _text(node.target) not in _LARGE_LOSSES or value.dim():
         return bytes_of(value)

@@ -13,6 +13,7 @@ loop that goes on as before never waits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -122,17 +123,24 @@ class Lockstep:
             ) from error
 
 
+@dataclass(eq=False)
+class _Beginning:
+    """What is to be called where a backward begins. last: the number of the last one."""
+
+    then: Callable[[], None]
+    last: int = -1
+
+
+@torch_internals.untraced  # once: it takes longer than all of this
+def _begins(beginning: _Beginning, _: Any) -> None:
+    before, beginning.last = beginning.last, torch_internals.backward_here()
+    if beginning.last == -1 or beginning.last != before:
+        beginning.then()
+
+
 def before_backward(results: Sequence[Any], then: Callable[[], None]) -> None:
     """Calls `then` whenever a backward of what gave these results begins: once, though some may be views with functions of their own, of
     which each process may differentiate others."""
-    last = -1
-
-    def begins(_: Any) -> None:
-        nonlocal last
-        before, last = last, torch_internals.backward_here()
-        if last == -1 or last != before:
-            then()
-
-    untraced = torch_internals.untraced(begins)
+    begins = functools.partial(_begins, _Beginning(then))
     for node in {r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None}:
-        node.register_prehook(untraced)
+        node.register_prehook(begins)
