@@ -58,7 +58,7 @@ def direct(grad: Tensor, world: int, group: str) -> Iterator[Tensor]:
     if world == 2:
         brought = SWAP_DIRECT(grad, group)
         yield brought
-        SUM_SWAPPED(brought, grad, world, group)
+        SUM_SWAPPED([brought], [grad], world, group)
         return
     brought = EXCHANGE_DIRECT(grad, world, group)
     yield brought

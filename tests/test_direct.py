@@ -111,7 +111,7 @@ def swapped(dtype: torch.dtype) -> list[torch.Tensor]:
     sent = [_whole(i, rank, size, n).to(dtype) / 3 for i, n in enumerate((3, 0, 70_000))]
     flying = [SWAP_DIRECT(flat, group) for flat in sent]
     brought = [_c10d.wait_tensor(flying[i]) for i in (2, 0, 1)]
-    return [SUM_SWAPPED(theirs, sent[i], over, group) for i, theirs in zip((2, 0, 1), brought) for over in (1, 3)]
+    return [SUM_SWAPPED([theirs], [sent[i]], over, group) for i, theirs in zip((2, 0, 1), brought) for over in (1, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

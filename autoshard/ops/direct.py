@@ -68,10 +68,13 @@ def run_swap(flat: Tensor, group: str) -> Tensor:
     return brought
 
 
-def run_sum_swapped(brought: Tensor, sent: Tensor, over: int, group: str) -> Tensor:
-    """The sum of what a swap of `sent` has brought and of that, in the order of the two processes, by `over`."""
-    first, second = (sent, brought) if _group(group, sent).rank() == 0 else (brought, sent)
-    found = torch.add(first, second)
+def run_sum_swapped(brought: Sequence[Tensor], sent: Sequence[Tensor], over: int, group: str) -> Tensor:
+    """The sum of what swaps of `sent` have brought and of that, one behind the other, in the order of the two processes, by `over`."""
+    lengths = [flat.numel() for flat in sent]
+    found = sent[0].new_empty(sum(lengths))
+    first, second = (sent, brought) if _group(group, found).rank() == 0 else (brought, sent)
+    for one, other, place in zip(first, second, found.split(lengths)):
+        torch.add(one, other, out=place)
     return found.div_(over) if over > 1 else found
 
 
@@ -159,9 +162,9 @@ SWAP_DIRECT: Any = define(
 )
 SUM_SWAPPED: Any = define(
     "sum_swapped",
-    "(Tensor brought, Tensor sent, SymInt over, str group) -> Tensor",
+    "(Tensor[] brought, Tensor[] sent, SymInt over, str group) -> Tensor",
     run_sum_swapped,
-    lambda brought, sent, over, group: sent.new_empty(sent.shape),
+    lambda brought, sent, over, group: sent[0].new_empty(sum(flat.numel() for flat in sent)),
 )
 SUM_DIRECT: Any = define(
     "sum_direct",

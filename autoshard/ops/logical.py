@@ -107,7 +107,7 @@ def _sum_of_copies(flat: Tensor, over: int, layout: Layout) -> Tensor:
     """The sum over the processes that hold the same rows, by `over`, by sends of each to each."""
     copies, group = layout.copies, layout.replicas
     if copies == 2:
-        return SUM_SWAPPED(_c10d.wait_tensor(SWAP_DIRECT(flat, group)), flat, over, group)  # type: ignore[no-any-return]
+        return SUM_SWAPPED([_c10d.wait_tensor(SWAP_DIRECT(flat, group))], [flat], over, group)  # type: ignore[no-any-return]
     sent = _in_parts(flat, copies)
     brought = _c10d.wait_tensor(EXCHANGE_DIRECT(sent, copies, group))
     part = SUM_DIRECT([brought], [sent], copies, over, flat.dtype, group)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from autoshard.errors import PassError
 from autoshard.passes.base import STAGES, Pass
+from autoshard.passes.begin_in_parts import BeginInParts
 from autoshard.passes.bucket import Bucket
 from autoshard.passes.compress import Compress
 from autoshard.passes.early_gathers import EarlyGathers
@@ -41,14 +42,14 @@ PASSES: dict[str, type[Any]] = {
     for p in (
         InlineRegions, HoistUnshards, NameParameters, MergeUnshards, TakeRows, OutlineBlocks, TakeWhole, SyncBuffers,
         WidenHeld, TwoLevels, SparseRows, Regather, Recompute, RepeatBlocks, PartitionActivations, GatherTwice, Bucket, Compress, Lower,
-        Overlap, EarlyGathers, PackInPlace, EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
+        BeginInParts, Overlap, EarlyGathers, PackInPlace, EarlyMatmuls, PlainRepeats, SeedDropout, FuseElementwise,
     )
 }
 
 DEFAULT = (
     "inline_regions,hoist_unshards,name_parameters,merge_unshards,take_rows,outline_blocks,take_whole,sync_buffers,"
     "widen_held,two_levels,sparse_rows,regather,recompute,repeat_blocks,partition_activations,gather_twice,bucket,compress,lower,"
-    "overlap,early_gathers,pack_in_place,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
+    "begin_in_parts,overlap,early_gathers,pack_in_place,early_matmuls,plain_repeats,seed_dropout,fuse_elementwise"
 )
 
 

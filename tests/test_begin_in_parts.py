@@ -1,0 +1,88 @@
+"""Backward's first gradient, computed and sent in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.capture import capture
+from autoshard.cost_model.cluster import Cluster as Machines
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.passes import graphs
+from autoshard.plan import Plan
+from autoshard.planning import first_look
+from autoshard.rehearsal import rehearse
+from tests.cluster import Cluster
+from tests.parity import Distance
+from tests.small import TOLERANCE, compiled_pair, config, trained_beside
+
+
+class Headed(nn.Module):
+    """A body, and a head whose weight has 37 rows of 12 numbers, 1776 bytes."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 12), nn.Linear(12, 37, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x))).logsumexp(-1).mean()
+
+
+def _plan(bucket: int, model: nn.Module, zero: int = 0, world: int = 2, **options: Any) -> Plan:
+    """One that sums by sends, in buckets of so many bytes."""
+    plan = first_look(model, config(zero, **options), Machines(1, world, DEVICES["cpu"]))
+    return replace(plan, direct_sums=True, bucket=bucket)
+
+
+def _order(plan: Plan, model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Matmuls, sends, waits and sums of backward, with the shapes of what they give."""
+    backward = rehearse(capture(model, {"x": torch.randn(4, 8)}), plan, inductor=False).backward
+    assert backward is not None
+    seen = ("mm", "swap_direct", "wait_tensor", "sum_swapped")
+    named = ((str(getattr(n.target, "overloadpacket", "")).rpartition(".")[-1], n) for n in backward.graph.nodes)
+    return [(name, tuple(graphs.example(n).shape)) for name, n in named if name in seen]
+
+
+def test_each_part_is_sent_before_the_next_is_computed() -> None:
+    """Four of 444 bytes and more: the last one has the row less."""
+    found = _order(_plan(444, Headed()), Headed())
+    assert found[1:9] == [step for rows in (10, 10, 10, 7) for step in (("mm", (rows, 12)), ("swap_direct", (rows * 12,)))]
+    assert [kind for kind, _ in found[9:14]] == ["mm", "swap_direct", *["wait_tensor"] * 3], found
+    assert ("sum_swapped", (37 * 12,)) in found
+
+
+@pytest.mark.parametrize(
+    ("bucket", "zero", "world", "options"),
+    [
+        (0, 0, 2, {}),  # all of a group in one
+        (1776, 0, 2, {}),  # two buckets' worth is the least
+        (444, 1, 2, {}),  # rows of it
+        (444, 0, 3, {}),  # more processes than two
+        (444, 0, 2, {"compression": "bf16"}),
+    ],
+)
+def test_what_stays_in_one(bucket: int, zero: int, world: int, options: dict[str, Any]) -> None:
+    matmuls = [shape for kind, shape in _order(_plan(bucket, Headed(), zero, world, **options), Headed()) if kind == "mm"]
+    assert matmuls[0] == (37, 12)
+
+
+def test_what_travels_with_others_stays_in_one() -> None:
+    """A bias of less than a bucket goes with its matrix."""
+    model = Headed(bias=True)
+    assert ("mm", (37, 12)) in _order(_plan(888, model), model)
+
+
+def trained(plan: Plan, codegen: str) -> Distance:
+    model, plain, compiled = compiled_pair(config("auto", plan=plan, replicate_below="auto", codegen=codegen), Headed)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3) for each in (model, plain)]
+    return trained_beside(model, plain, compiled, optimizers)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_steps_are_those_of_the_unsharded_model(two: Cluster, codegen: str) -> None:
+    for distance in two.run(trained, _plan(444, Headed()), codegen):
+        assert distance.worst <= TOLERANCE, distance
