@@ -91,8 +91,11 @@ def _but(plan: Plan, gm: GraphModule, op: Any) -> dict[str, int]:
 
 
 def _most(op: Any, layout: str, plan: Plan) -> int:
-    """Bytes of one bucket, by the plan: it cuts gradients of what every process has whole."""
-    return plan.bucket if op is graphs.REDUCE_GRAD and not Layout.parse(layout).sharded else 0
+    """Bytes of one bucket, by the plan: it cuts gradients. Of those whose rows are shared each process sends another one part of `size`, so
+    that many are together; in two levels there are rows only in the second, not as many on every process."""
+    given = Layout.parse(layout)
+    cut = op is graphs.REDUCE_GRAD and not (given.sharded and plan.node)
+    return plan.bucket * given.size if cut else 0
 
 
 def _dtypes(node: Node) -> tuple[torch.dtype, ...]:

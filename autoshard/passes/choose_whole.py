@@ -1,8 +1,10 @@
 """Decision: which groups every process has whole, as at stage 0, where the others' rows are shared. What is whole is not gathered, so
 forward waits for less; its gradients are summed for all, which takes a link about twice as long in backward. Where gathers are waited
-for, and reductions take less than backward computes, some groups of each kind take less of a step than all of one.
+for and backward computes longer than its reductions take, or where it waits for those while forward leaves the link alone, some groups of
+each kind take less of a step than all of one.
 
-Groups are looked at in the order in which backward reduces them, since what is reduced first has the longest to hide.
+From the fastest of one kind on, groups become of the other one by one: whole ones in the order in which backward reduces them, since what
+is reduced first has the longest to hide; shared ones in the order in which forward uses them.
 """
 
 from __future__ import annotations
@@ -24,24 +26,29 @@ BACKWARD = 2 / 3  # of what is computed, as matmuls have it
 def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
     """The chosen plan, or one of those that fit with some of its groups whole, where its step is shorter. chosen: the fastest of `fitting`,
     of one stage each. budget: bytes a process; None: no limit is known."""
-    shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early and _may_gain(plan)]
-    if not shared:
+    shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early]
+    if not shared or not _may_gain(chosen):
         return chosen
-    found = least = min(shared, key=_seconds)
-    for names in _looks(least):
-        further = forecast(with_whole(found, names))
+    least, found = min(shared, key=_seconds), chosen
+    looks = list(_looks(least))
+    whole = set[str]() if chosen.sharded else {name for names in looks for name in names}
+    for names in looks if chosen.sharded else reversed(looks):
+        further = forecast(with_whole(least, whole.symmetric_difference(names)))
         fits = budget is None or at_most(further.predicted) <= budget
-        found = further if fits and _seconds(further) <= EACH * _seconds(found) else found
-    if _seconds(found) > WORTH * _seconds(chosen):  # the least is no faster than the chosen one
+        if fits and _seconds(further) <= EACH * _seconds(found):
+            found, whole = further, whole.symmetric_difference(names)
+    if _seconds(found) > WORTH * _seconds(chosen):
         return chosen
     return found.because(_reason(found, least, chosen))
 
 
 def _may_gain(plan: Plan) -> bool:
-    """Whether enough is waited for, and a link has less to do than compute in backward; not where nothing was simulated."""
+    """Whether enough is waited for, and, if rows are shared, a link has less to do than compute in backward; not where nothing was
+    simulated."""
     predicted = plan.predicted
     backward = sum(traffic.seconds for traffic in predicted.traffic if traffic.phase == "backward")
-    return predicted.seconds.get("waiting", 0.0) > WAITING * _seconds(plan) and backward < BACKWARD * predicted.seconds["compute"]
+    room = not plan.sharded or backward < BACKWARD * predicted.seconds.get("compute", 0.0)
+    return predicted.seconds.get("waiting", 0.0) > WAITING * _seconds(plan) and room
 
 
 def with_whole(plan: Plan, names: Collection[str]) -> Plan:
@@ -65,7 +72,8 @@ def _seconds(plan: Plan) -> float:
 def _reason(found: Plan, least: Plan, chosen: Plan) -> str:
     whole = sum(now.degrees.stage < before.degrees.stage for now, before in zip(found.groups, least.groups))
     less = 1 - _seconds(found) / _seconds(chosen)
+    why = "forward gathers less, and backward has time to sum more" if chosen.sharded else "of the others forward gathers what backward sums less"
     return (
-        f"ZeRO-{found.stage} with {counted(whole, 'group', 'groups')} whole in every process: forward gathers less, and backward has time "
-        f"to sum more; a step of {_seconds(found):.3g} s, {less:.1%} less than the best of one stage"
+        f"ZeRO-{found.stage} with {counted(whole, 'group', 'groups')} whole in every process: {why}; "
+        f"a step of {_seconds(found):.3g} s, {less:.1%} less than the best of one stage"
     )
