@@ -3,13 +3,13 @@ forward waits for less; its gradients are summed for all, which takes a link abo
 for and backward computes longer than its reductions take, or where it waits for those while forward leaves the link alone, some groups of
 each kind take less of a step than all of one.
 
-From the fastest of one kind on, groups become of the other one by one: whole ones in the order in which backward reduces them, since what
-is reduced first has the longest to hide; shared ones in the order in which forward uses them.
+From the fastest of one kind on, groups become of the other one by one, in the order in which backward reduces them: of what becomes whole
+the first has the longest to hide, and what becomes shared is gathered when forward has computed for longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from autoshard.passes.choose_unshard import at_most
@@ -30,9 +30,9 @@ def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, fore
     if not shared or not _may_gain(chosen):
         return chosen
     least, found = min(shared, key=_seconds), chosen
-    looks = list(_looks(least))
+    looks = _looks(least)
     whole = set[str]() if chosen.sharded else {name for names in looks for name in names}
-    for names in looks if chosen.sharded else reversed(looks):
+    for names in looks:
         further = forecast(with_whole(least, whole.symmetric_difference(names)))
         fits = budget is None or at_most(further.predicted) <= budget
         if fits and _seconds(further) <= EACH * _seconds(found):
@@ -58,11 +58,11 @@ def with_whole(plan: Plan, names: Collection[str]) -> Plan:
     return replace(plan, groups=tuple(groups))
 
 
-def _looks(plan: Plan) -> Iterator[list[str]]:
+def _looks(plan: Plan) -> list[list[str]]:
     """The shared groups that are looked at together, as far from each other as they can be."""
     shared = [group for group in plan.groups if group.degrees.optimizer > 1]
     names = [group.name for group in sorted(shared, key=lambda group: -group.last_use)]
-    yield from (names[first::LOOKS] for first in range(min(LOOKS, len(names))))
+    return [names[first::LOOKS] for first in range(min(LOOKS, len(names)))]
 
 
 def _seconds(plan: Plan) -> float:
