@@ -32,7 +32,7 @@ def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, fore
     least, found = min(shared, key=_seconds), chosen
     looks = _looks(least)
     whole = set[str]() if chosen.sharded else {name for names in looks for name in names}
-    for names in looks:
+    for names in reversed(looks) if chosen.sharded else looks:
         further = forecast(with_whole(least, whole.symmetric_difference(names)))
         fits = budget is None or at_most(further.predicted) <= budget
         if fits and _seconds(further) <= EACH * _seconds(found):
