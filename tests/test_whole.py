@@ -64,20 +64,24 @@ def _chosen(forecast: Forecast, stages: Iterable[int] = (1,), budget: int | None
     return choose_whole(best, plans, budget, forecast), best
 
 
-def test_what_makes_a_step_shorter_is_whole_and_what_is_reduced_first_is_looked_at_first() -> None:
+def test_what_makes_a_step_shorter_is_whole_and_what_is_gathered_first_is_looked_at_first() -> None:
     forecast = Forecast(["layers.1", "layers.3"])
     plan, _ = _chosen(forecast)
     assert whole_in(plan) == ["layers.1", "layers.3"] and plan.stage == 1
-    assert forecast.asked == [["layers.3"], ["layers.2", "layers.3"], ["layers.1", "layers.3"], ["layers.0", "layers.1", "layers.3"]]
+    assert forecast.asked == [["layers.0"], ["layers.1"], ["layers.1", "layers.2"], ["layers.1", "layers.3"]]
     assert any("with 2 groups whole" in why and "10.0% less" in why for why in plan.why), plan.why
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_stage_0_may_have_been_the_fastest() -> None:
-    """All whole is shorter than none, and some are shorter still."""
-    plan, best = _chosen(Forecast(["layers.1", "layers.2", "layers.3"]), (0, 3))
+def test_where_stage_0_is_the_fastest_what_makes_a_step_shorter_is_shared() -> None:
+    """What is used last is looked at first."""
+    forecast = Forecast(["layers.1", "layers.2", "layers.3"])
+    plan, best = _chosen(forecast, (0, 3))
     assert best.stage == 0 and whole_in(plan) == ["layers.1", "layers.2", "layers.3"]
     assert [str(g.degrees) for g in plan.groups if g.name == "layers.0"] == ["2/2/2"]
+    everything = {f"layers.{i}" for i in range(4)}
+    assert [everything.difference(asked) for asked in forecast.asked] == [{f"layers.{i}"} for i in (3, 2, 1, 0)]
+    assert any("with 3 groups whole" in why and "sums less" in why for why in plan.why), plan.why
 
 
 @pytest.mark.parametrize(("gains", "budget", "found"), [((), None, 0), ((1, 2), 2 * BYTES, 2), ((1, 2), BYTES, 1)])
@@ -110,13 +114,18 @@ def test_nothing_is_simulated_where_little_is_waited_for_or_backward_has_no_time
     assert plan is best and not forecast.asked
 
 
+def test_backward_without_time_left_may_sum_less() -> None:
+    forecast = Forecast(["layers.1", "layers.2", "layers.3"], backward=0.9)
+    assert len(whole_in(_chosen(forecast, (0, 3))[0])) == 3
+
+
 def test_many_groups_are_looked_at_in_few_looks() -> None:
     count = 3 * LOOKS + 1
     forecast = Forecast([f"layers.{i}" for i in range(count)])
     plan = forecast(_look(3, count))
     forecast.asked.clear()
     assert len(whole_in(choose_whole(plan, [plan], None, forecast))) == count and len(forecast.asked) == LOOKS
-    assert {len(names) for names in forecast.asked} == {4 + 3 * i for i in range(LOOKS)}
+    assert [len(names) for names in forecast.asked] == [*range(3, 3 * LOOKS, 3), count]
     assert all(abs(int(a[7:]) - int(b[7:])) >= LOOKS for a in forecast.asked[0] for b in forecast.asked[0] if a != b)
 
 
