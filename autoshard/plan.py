@@ -131,8 +131,8 @@ class Plan:
     sparse: embeddings of which only the rows travel that are looked up; see [Note: Sparse rows] in ops/sparse.py.
     tied: embeddings of which what is looked up, and its gradient, goes by rows too, beside all of them, which something else uses.
     bucket: bytes of gradients that wait for each other to be reduced together, in groups that every process has whole, about at
-        most: what has more goes by itself (what backward begins with in parts, if it can), and what has next to nothing with another; as
-        many times more where that many share the rows. 0: all of a group's do.
+        most: what has more goes by itself, and what has next to nothing with another; as many times more where that many share the
+        rows. 0: all of a group's do.
     direct: gathers of rows, and all-to-alls of their gradients, are sends of each process to each other one; see [Note: Direct] in
         ops/direct.py.
     direct_sums: so are the sums of gradients over processes that hold the same rows.

@@ -48,8 +48,8 @@ def _order(plan: Plan, model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_each_part_is_sent_before_the_next_is_computed() -> None:
-    """Four of 444 bytes and more: the last one has the row less."""
-    found = _order(_plan(444, Headed()), Headed())
+    """Four, the last of which has fewer rows."""
+    found = _order(_plan(1776, Headed()), Headed())
     assert found[1:9] == [step for rows in (10, 10, 10, 7) for step in (("mm", (rows, 12)), ("swap_direct", (rows * 12,)))]
     assert [kind for kind, _ in found[9:14]] == ["mm", "swap_direct", *["wait_tensor"] * 3], found
     assert ("sum_swapped", (37 * 12,)) in found
@@ -59,10 +59,10 @@ def test_each_part_is_sent_before_the_next_is_computed() -> None:
     ("bucket", "zero", "world", "options"),
     [
         (0, 0, 2, {}),  # all of a group in one
-        (1776, 0, 2, {}),  # two buckets' worth is the least
-        (444, 1, 2, {}),  # rows of it
-        (444, 0, 3, {}),  # more processes than two
-        (444, 0, 2, {"compression": "bf16"}),
+        (1777, 0, 2, {}),  # it is less than a bucket
+        (1776, 1, 2, {}),  # rows of it
+        (1776, 0, 3, {}),  # more processes than two
+        (1776, 0, 2, {"compression": "bf16"}),
     ],
 )
 def test_what_stays_in_one(bucket: int, zero: int, world: int, options: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def test_what_stays_in_one(bucket: int, zero: int, world: int, options: dict[str
 def test_what_travels_with_others_stays_in_one() -> None:
     """A bias of less than a bucket goes with its matrix."""
     model = Headed(bias=True)
-    assert ("mm", (37, 12)) in _order(_plan(888, model), model)
+    assert ("mm", (37, 12)) in _order(_plan(1777, model), model)
 
 
 def trained(plan: Plan, codegen: str) -> Distance:
@@ -84,5 +84,5 @@ def trained(plan: Plan, codegen: str) -> Distance:
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_steps_are_those_of_the_unsharded_model(two: Cluster, codegen: str) -> None:
-    for distance in two.run(trained, _plan(444, Headed()), codegen):
+    for distance in two.run(trained, _plan(1776, Headed()), codegen):
         assert distance.worst <= TOLERANCE, distance

@@ -236,6 +236,7 @@ def test_rewriting_is_deterministic() -> None:
         ("name_parameters,merge_unshards,lower}", "'name_parameters,merge_unshards,lower}' is not legal"),
         ("name_parameters,merge_unshards,bucket{mb=25", "'bucket{mb=25' is not legal"),
         ("name_parameters,merge_unshards,bucket{mb=-1}", "bucket{mb=-1.0} is not legal; legal: 0 or more"),
+        ("name_parameters,lower,begin_in_parts{parts=0}", "begin_in_parts{parts=0} is not legal; legal: 1 or more"),
         ("name_parameters,merge_unshards,outline_blocks{least=0}", "outline_blocks{least=0} is not legal; legal: 1 or more"),
         ("nothing", "'nothing' is no pass; legal: begin_in_parts, bucket"),
         ("overlap", "requires collectives; put lower before it"),
