@@ -348,8 +348,8 @@ def _step(program: Program, curve: Curve, took: StepTime) -> Step:
 def _layouts(plan: Plan) -> Key:
     """What of a plan the graphs show before forward and backward are parted."""
     groups = tuple((g.parameters, g.ranks, g.degrees.optimizer, g.reduction) for g in plan.groups)
-    travel = (plan.compression, plan.low_rank, plan.sparse, plan.tied, plan.bucket, plan.message, plan.apart, plan.node)
-    return (*groups, plan.axes, plan.stacks, plan.direct, plan.direct_sums, *travel)
+    travel = (plan.compression, plan.low_rank, plan.sparse, plan.tied, plan.message, plan.apart, plan.node)
+    return (*groups, plan.axes, plan.stacks, plan.direct, plan.direct_sums, plan.bucket, plan.shared_bucket, *travel)
 
 
 def _regathered(plan: Plan) -> Key:

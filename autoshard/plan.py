@@ -33,6 +33,7 @@ OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "adagrad
 _LEAST = {
     "low_rank": (0, "columns"),
     "bucket": (0, "bytes"),
+    "shared_bucket": (0, "bytes"),
     "message": (0, "bytes"),
     "apart": (0, "bytes"),
     "ahead": (1, "groups"),
@@ -131,8 +132,8 @@ class Plan:
     sparse: embeddings of which only the rows travel that are looked up; see [Note: Sparse rows] in ops/sparse.py.
     tied: embeddings of which what is looked up, and its gradient, goes by rows too, beside all of them, which something else uses.
     bucket: bytes of gradients that wait for each other to be reduced together, in groups that every process has whole, about at
-        most: what has more goes by itself, and what has next to nothing with another; as many times more where that many share the
-        rows. 0: all of a group's do.
+        most: what has more goes by itself, and what has next to nothing with another; 0: all of a group's do.
+    shared_bucket: the same, in groups whose rows are shared.
     direct: gathers of rows, and all-to-alls of their gradients, are sends of each process to each other one; see [Note: Direct] in
         ops/direct.py.
     direct_sums: so are the sums of gradients over processes that hold the same rows.
@@ -160,6 +161,7 @@ class Plan:
     sparse: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     bucket: int = 0
+    shared_bucket: int = 0
     direct: bool = False
     direct_sums: bool = False
     message: int = 0

@@ -50,16 +50,16 @@ def test_gradients_are_reduced_as_soon_as_a_bucket_of_them_is_there() -> None:
     assert found[1] == (["16384", "16512"] * 3, [2, 4, 6, 8, 10, 11]), found[1]
 
 
-def test_buckets_of_shared_rows_are_as_many_parts_as_processes_share_them() -> None:
-    """Each sends every other one as much of one as if all had it whole. Between nodes only rows are summed, of which some have fewer."""
+def test_gradients_of_shared_rows_are_cut_where_the_plan_says_so() -> None:
+    """Between nodes only rows are summed, of which some processes have fewer."""
     found = []
-    for size in (0, 258):
-        plan = replace(plan_for(Pairs(), 2), bucket=size)
-        found.append(collectives(rewritten(Pairs(), torch.randn(4, 128), plan)["backward"]))
-    assert [len(each) for each in found] == [3, 6], found
-    rows, whole = (str(replace(Layout.parse("size=8 mean=8"), group=group, size=size)) for group, size in (("shard", 8), ("", 1)))
-    assert [bucket._most(passgraphs.REDUCE_GRAD, layout, replace(plan, node=node)) for layout in (rows, whole) for node in (0, 4)] == [2064, 0, 258, 258]
-    assert bucket._most(passgraphs.UNSHARD, rows, plan) == 0
+    for size in (0, 66_000):
+        plan = replace(plan_for(Pairs(), 2), bucket=1000, shared_bucket=size)
+        found.append(len(collectives(rewritten(Pairs(), torch.randn(4, 128), plan)["backward"])))
+    assert found == [3, 6], found
+    rows, whole = (str(replace(Layout.parse("size=8 mean=8"), group=group)) for group in ("shard", ""))
+    most = [bucket._most(passgraphs.REDUCE_GRAD, layout, replace(plan, node=node)) for layout in (rows, whole) for node in (0, 4)]
+    assert most == [66_000, 0, 1000, 1000] and bucket._most(passgraphs.UNSHARD, rows, plan) == 0
 
 
 def test_reductions_are_waited_for_two_groups_later_however_they_are_cut() -> None:

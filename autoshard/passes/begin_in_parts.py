@@ -1,13 +1,13 @@
-"""Rewrite: the gradient that backward has first, where a matmul makes it and two processes swap what they have, is computed and sent in
-parts.
+"""Rewrite: the gradient that backward has first, where two processes swap what they have, is sent in parts, and computed in these if a
+matmul makes it.
 
 Until it is there the link has nothing to do, and mostly it is a head's, the largest that there is. Its first part is there much sooner.
-Of what comes behind it nothing would start sooner: the link is busy.
+Of what comes behind it nothing would start sooner: the link is busy. All processes send as many parts, whatever makes the gradient: on
+one of them something may have been added to it, that waited there (`no_sync`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 
 _aten = torch.ops.aten
-_MM = _aten.mm.default
+_MM, _SLICE = _aten.mm.default, _aten.slice.Tensor
 _KEPT = ("part", "part_of", "group", "serves", "nn_module_stack", "stack_trace")
 
 
@@ -43,50 +43,60 @@ class BeginInParts:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         first = next(filter(graphs.reduces, gm.graph.nodes), None)
-        views = [] if first is None else _views_of_matmul(first)
-        if first is not None and views and 0 < context.plan.bucket <= graphs.example(views[-1]).nbytes:
-            _part(gm, first, views, self.parts)
-            graphs.fill_examples(gm)
+        if first is not None and first.target is SWAP_DIRECT and len(graphs.serves(first)) == 1:
+            flat: Any = first.args[0]
+            if 0 < context.plan.bucket <= graphs.example(flat).nbytes:
+                _part(gm, first, flat, self.parts)
+                graphs.fill_examples(gm)
         return gm
 
 
-def _views_of_matmul(swap: Node) -> list[Node]:
+def _part(gm: GraphModule, swap: Node, flat: Node, count: int) -> None:
+    """Puts so many swaps in the place of this one, of as many rows of the gradient each."""
+    (wait,) = swap.users
+    (total,) = wait.users
+    assert total.target is SUM_SWAPPED  # as `logical` has it
+    numbers, rows = graphs.example(flat).numel(), _shape(total)[0]
+    each = -(-rows // count) * (numbers // rows)
+    parts, sent, flying = [(at, min(at + each, numbers)) for at in range(0, numbers, each)], list[Node](), list[Node]()
+    views = _views_of_matmul(flat)
+    computed = views if views and each % graphs.example(views[-1]).shape[1] == 0 else []
+    with gm.graph.inserting_before(swap):
+        for begin, end in parts:
+            sent.append(_rows(flat, computed[-1], begin, end) if computed else _like(flat, _SLICE, flat, 0, begin, end))
+            flying.append(_like(swap, SWAP_DIRECT, sent[-1], swap.args[1]))
+    with gm.graph.inserting_before(total):
+        found = _like(total, SUM_SWAPPED, [_like(wait, graphs.WAIT, one) for one in flying], sent, *total.args[2:])
+    total.replace_all_uses_with(found)
+    for node in (total, wait, swap, *computed):
+        gm.graph.erase_node(node)
+
+
+def _shape(total: Node) -> tuple[int, ...]:
+    """Of the gradient that is cut out of a sum, as `wire.unpack_shards` has it: the parameter's own."""
+    (split,) = total.users
+    (item,) = split.users
+    (whole,) = item.users
+    return tuple(graphs.example(whole).shape)
+
+
+def _views_of_matmul(flat: Node) -> list[Node]:
     """What is swapped, what that is a view of, and so on to a matmul; none where it is not all that this gives, as it lies, or has other
     readers."""
-    flat = swap.args[0]
-    if swap.target is not SWAP_DIRECT or not isinstance(flat, Node) or graphs.made_by(flat).target is not _MM:
+    if graphs.made_by(flat).target is not _MM:
         return []
     views = [flat]
     while views[-1].target is not _MM:
-        views += views[-1].all_input_nodes
+        views.append(views[-1].args[0])  # type: ignore[arg-type]
     whole = graphs.example(flat).numel() == graphs.example(views[-1]).numel()
     return views if whole and all(len(node.users) == 1 for node in views[1:]) else []
 
 
-def _part(gm: GraphModule, swap: Node, views: list[Node], count: int) -> None:
-    """Puts so many matmuls and swaps in the place of these."""
-    (flat, *_, matmul), (wait,) = views, swap.users
-    (total,) = wait.users
-    assert total.target is SUM_SWAPPED  # as `logical` has it
-    sent, brought = list[Node](), list[Node]()
-    with gm.graph.inserting_before(flat):
-        for rows in _in_parts(matmul, count):
-            sent.append(_like(flat, _aten.view.default, rows, [-1]))
-            brought.append(_like(wait, graphs.WAIT, _like(swap, SWAP_DIRECT, sent[-1], swap.args[1])))
-        found = _like(total, SUM_SWAPPED, brought, sent, *total.args[2:])
-    total.replace_all_uses_with(found)
-    for node in (total, wait, swap, *views):
-        gm.graph.erase_node(node)
-
-
-def _in_parts(matmul: Node, count: int) -> Iterator[Node]:
-    """So many of its rows after the other."""
-    left, right = matmul.args
-    rows = graphs.example(matmul).shape[0]
-    each = -(-rows // count)
-    for at in range(0, rows, each):
-        part = _like(matmul, _aten.slice.Tensor, left, 0, at, min(at + each, rows))
-        yield _like(matmul, _MM, part, right)
+def _rows(flat: Node, matmul: Node, begin: int, end: int) -> Node:
+    """These numbers of what a matmul gives, flat, which are whole rows of it."""
+    (left, right), width = matmul.args, graphs.example(matmul).shape[1]
+    part = _like(matmul, _SLICE, left, 0, begin // width, end // width)
+    return _like(flat, _aten.view.default, _like(matmul, _MM, part, right), [-1])
 
 
 def _like(node: Node, op: Any, *args: Any) -> Node:

@@ -91,11 +91,13 @@ def _but(plan: Plan, gm: GraphModule, op: Any) -> dict[str, int]:
 
 
 def _most(op: Any, layout: str, plan: Plan) -> int:
-    """Bytes of one bucket, by the plan: it cuts gradients. Of those whose rows are shared each process sends another one part of `size`, so
-    that many are together; in two levels there are rows only in the second, not as many on every process."""
-    given = Layout.parse(layout)
-    cut = op is graphs.REDUCE_GRAD and not (given.sharded and plan.node)
-    return plan.bucket * given.size if cut else 0
+    """Bytes of one bucket, by the plan: it cuts gradients, but for the rows that are summed between nodes, of which processes have more
+    or less."""
+    if op is not graphs.REDUCE_GRAD:
+        return 0
+    if Layout.parse(layout).sharded:
+        return plan.shared_bucket if not plan.node else 0
+    return plan.bucket
 
 
 def _dtypes(node: Node) -> tuple[torch.dtype, ...]:

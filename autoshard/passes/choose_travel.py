@@ -33,9 +33,11 @@ def choose_travel(plan: Plan, inventory: Inventory, cluster: Cluster, hierarchy:
 
 
 def choose_sums(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
-    """The plan with what of that is about gradients that all processes sum, where more groups became whole."""
+    """The plan with what of that is about gradients that all processes sum, where some groups are whole and others are not. Those of the
+    others are there as soon; each process sends another one part of them."""
     plan = plan if plan.direct_sums else _with_direct_sums(plan, inventory, cluster)
-    return plan if plan.bucket else _with_buckets(plan, inventory, cluster)
+    plan = plan if plan.bucket else _with_buckets(plan, inventory, cluster)
+    return replace(plan, shared_bucket=plan.bucket * plan.shard_size)
 
 
 def _with_direct(plan: Plan, inventory: Inventory, cluster: Cluster) -> Plan:
