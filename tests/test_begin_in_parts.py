@@ -79,6 +79,22 @@ def test_what_travels_with_others_stays_in_one() -> None:
     assert ("mm", (37, 12)) in _order(_plan(1776, model), model)
 
 
+class Scaled(nn.Module):
+    """Backward begins with a parameter that has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(8, 12), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).sum() * self.scale
+
+
+def test_what_has_no_rows_stays_in_one() -> None:
+    swaps = [shape for kind, shape in _order(_plan(4, Scaled()), Scaled()) if kind == "swap_direct"]
+    assert swaps[0] == (1,), swaps
+
+
 def trained(plan: Plan, codegen: str) -> Distance:
     model, plain, compiled = compiled_pair(config("auto", plan=plan, replicate_below="auto", codegen=codegen), Headed)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3) for each in (model, plain)]

@@ -56,7 +56,7 @@ def _part(gm: GraphModule, swap: Node, flat: Node, count: int) -> None:
     (wait,) = swap.users
     (total,) = wait.users
     assert total.target is SUM_SWAPPED  # as `logical` has it
-    numbers, rows = graphs.example(flat).numel(), _shape(total)[0]
+    numbers, rows = graphs.example(flat).numel(), next(iter(_shape(total)), 1)
     each = -(-rows // count) * (numbers // rows)
     parts, sent, flying = [(at, min(at + each, numbers)) for at in range(0, numbers, each)], list[Node](), list[Node]()
     views = _views_of_matmul(flat)
