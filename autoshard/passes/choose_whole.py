@@ -3,8 +3,8 @@ forward waits for less; its gradients are summed for all, which takes a link abo
 for and backward computes longer than its reductions take, or where it waits for those while forward leaves the link alone, some groups of
 each kind take less of a step than all of one.
 
-From the fastest of one kind on, groups become of the other one by one, in the order in which backward reduces them: of what becomes whole
-the first has the longest to hide, and what becomes shared is gathered when forward has computed for longest.
+From the fastest of one kind on, groups become of the other one by one. Whole ones in the order in which forward gathers them: it waits for
+the first. Shared ones in the order in which backward reduces them: before these are gathered forward has computed for longest.
 """
 
 from __future__ import annotations
