@@ -58,15 +58,14 @@ def _part(gm: GraphModule, swap: Node, flat: Node, count: int) -> None:
     assert total.target is SUM_SWAPPED  # as `logical` has it
     numbers, rows = graphs.example(flat).numel(), next(iter(_shape(total)), 1)
     each = -(-rows // count) * (numbers // rows)
-    parts, sent, flying = [(at, min(at + each, numbers)) for at in range(0, numbers, each)], list[Node](), list[Node]()
     views = _views_of_matmul(flat)
     computed = views if views and each % graphs.example(views[-1]).shape[1] == 0 else []
     with gm.graph.inserting_before(swap):
-        for begin, end in parts:
-            sent.append(_rows(flat, computed[-1], begin, end) if computed else _like(flat, _SLICE, flat, 0, begin, end))
-            flying.append(_like(swap, SWAP_DIRECT, sent[-1], swap.args[1]))
+        parts = (_rows(flat, computed, at, min(at + each, numbers)) for at in range(0, numbers, each))
+        flying = [_like(swap, SWAP_DIRECT, part, swap.args[1]) for part in parts]
     with gm.graph.inserting_before(total):
-        found = _like(total, SUM_SWAPPED, [_like(wait, graphs.WAIT, one) for one in flying], sent, *total.args[2:])
+        brought, sent = [_like(wait, graphs.WAIT, one) for one in flying], [one.args[0] for one in flying]
+        found = _like(total, SUM_SWAPPED, brought, sent, *total.args[2:])
     total.replace_all_uses_with(found)
     for node in (total, wait, swap, *computed):
         gm.graph.erase_node(node)
@@ -92,8 +91,11 @@ def _views_of_matmul(flat: Node) -> list[Node]:
     return views if whole and all(len(node.users) == 1 for node in views[1:]) else []
 
 
-def _rows(flat: Node, matmul: Node, begin: int, end: int) -> Node:
-    """These numbers of what a matmul gives, flat, which are whole rows of it."""
+def _rows(flat: Node, computed: list[Node], begin: int, end: int) -> Node:
+    """These numbers of what is swapped: cut out of it, or whole rows of the matmul that it is a view of, where they are computed so."""
+    if not computed:
+        return _like(flat, _SLICE, flat, 0, begin, end)
+    matmul = computed[-1]
     (left, right), width = matmul.args, graphs.example(matmul).shape[1]
     part = _like(matmul, _SLICE, left, 0, begin // width, end // width)
     return _like(flat, _aten.view.default, _like(matmul, _MM, part, right), [-1])

@@ -33,10 +33,11 @@ def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, fore
     looks = _looks(least)
     whole = set[str]() if chosen.sharded else {name for names in looks for name in names}
     for names in reversed(looks) if chosen.sharded else looks:
-        further = forecast(with_whole(least, whole.symmetric_difference(names)))
+        others = whole.symmetric_difference(names)
+        further = forecast(with_whole(least, others))
         fits = budget is None or at_most(further.predicted) <= budget
         if fits and _seconds(further) <= EACH * _seconds(found):
-            found, whole = further, whole.symmetric_difference(names)
+            found, whole = further, others
     if _seconds(found) > WORTH * _seconds(chosen):
         return chosen
     return found.because(_reason(found, least, chosen))
