@@ -44,7 +44,7 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         optimizer_degree=group.degrees.optimizer,
         replicas=plan.world // group.degrees.optimizer,
         reduction=group.reduction,
-        compressed=any(_travels(plan, p) < reduced_itemsize(plan, p) for p in trained),
+        compressed=_is_compressed(plan, trained),
         buckets=_buckets(plan, reduced) if group.degrees.optimizer == 1 else (),
         direct=plan.direct and group.degrees.optimizer > 1,
         direct_sums=plan.direct_sums,
@@ -119,11 +119,22 @@ def _travels(plan: Plan, p: ParameterInfo) -> int:
     return min(wide, dtype_named(plan.compression).itemsize) if plan.compression else wide
 
 
+def _is_compressed(plan: Plan, trained: Sequence[ParameterInfo]) -> bool:
+    """Whether a gradient travels in fewer bits than it is summed in."""
+    return any(_travels(plan, p) < reduced_itemsize(plan, p) for p in trained)
+
+
 def _buckets(plan: Plan, reduced: Sequence[ParameterInfo]) -> tuple[int, ...]:
-    """Bytes of the gradients that are reduced together; they come in the reverse of the order of use."""
+    """Bytes of the gradients that are reduced together; they come in the reverse of the order of use. Where each process adds up a part
+    of them, the parts are equal."""
     backwards = list(reversed(reduced))
     runs = wire.runs([p.elements * _computed(plan, p) for p in backwards], plan.bucket)
-    return tuple(sum(backwards[i].elements * _travels(plan, backwards[i]) for i in run) for run in runs)
+    parts = plan.world if _is_compressed(plan, reduced) or (plan.direct_sums and plan.world > 2) else 1
+    found = []
+    for run in ([backwards[i] for i in run] for run in runs):
+        part = parts * max((_travels(plan, p) for p in run), default=1)
+        found.append(math.ceil(sum(p.elements * _travels(plan, p) for p in run) / part) * part)
+    return tuple(found)
 
 
 def _apart(plan: Plan, layout: Layout, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:
