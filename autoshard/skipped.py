@@ -1,7 +1,7 @@
 """Models that were compiled with autoshard and that torch.compile skipped: they would train apart, silently.
 
 Dynamo leaves alone what is written in torch.nn (an nn.LSTM; an nn.Sequential compiled in place), so the backend
-is never called. The first step of each optimizer looks for such a model.
+is never called. Steps look for such a model until each parameter had a gradient once.
 """
 
 from __future__ import annotations
@@ -31,29 +31,40 @@ _WRAPPERS: dict[type, str] = {
     FullyShardedDataParallel: "FullyShardedDataParallel",
     FSDPModule: "fully_shard",
 }
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of how many parameters, all of them
 
 
 def watch(is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
     """Installs the check for models whose backend is ours, on all optimizers, by torch's public hook. made: the backends that there are."""
 
-    def before_step(optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in _checked and launched_size() > 1 and not stands_still(optimizer):
-            _refuse_skipped(optimizer, is_ours, made)
-            _checked.add(optimizer)
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        if launched_size() > 1 and not stands_still(optimizer) and _checked.get(optimizer) != _count(optimizer):
+            _check(optimizer, is_ours, made)
 
-    torch_internals.surround_steps(before_step)
+    torch_internals.surround_steps(look, look)  # behind a step too: a closure computes gradients within it
 
 
-def _refuse_skipped(optimizer: Optimizer, is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _check(optimizer: Optimizer, is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
+    """A parameter without a gradient is looked at when it has one."""
+    ours = {key for state in stepped_by(optimizer) for key in state.ids}
     stepped = set(map(id, fused_step.stepped_by(optimizer)))
-    if stepped.issubset({key for state in stepped_by(optimizer) for key in state.ids}):
-        return
+    if not stepped <= ours:
+        _refuse_skipped(stepped, is_ours, made)
+    if all(id(p) in ours or id(p) in stepped for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        _checked[optimizer] = _count(optimizer)
+
+
+def _refuse_skipped(stepped: Collection[int], is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
+    """stepped: the ids of parameters, some of them of no model that autoshard has."""
     compiled = list(compiled_modules())
     for module, backend in compiled:
         if not is_ours(backend) or state_of(module) is not None:
             continue
-        if stepped & {id(p) for p in module.parameters()}:
+        if any(id(p) in stepped for p in module.parameters()):
             refuse_recurrent(module)
             refuse_wrapped(module)
             name = type(module).__name__

@@ -270,18 +270,49 @@ def test_a_pinned_plan_is_used_or_refused(two: Cluster, world: int, name: str, s
         assert says in text
 
 
-def skipped_by_dynamo(name: str) -> None:
+def skipped_by_dynamo(name: str, how: str) -> None:
     model = {"lstm": lambda: nn.LSTM(6, 6), "sequential": lambda: nn.Sequential(nn.Linear(6, 6))}[name]()
     model.compile(backend=autoshard.backend(CONFIG))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    out = model(torch.ones(2, 6))
-    (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+    def closure() -> Tensor:
+        out = model(torch.ones(2, 6))
+        loss = (out[0] if isinstance(out, tuple) else out).sum()
+        loss.backward()
+        return loss
+
+    if how == "in a closure":
+        optimizer.step(closure)
+        return
+    if how == "behind a step of nothing":
+        optimizer.step()
+    if how == "behind a step of another":
+        other = nn.Linear(6, 6)
+        optimizer.add_param_group({"params": other.parameters()})
+        other(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    if how == "added later":
+        optimizer = torch.optim.SGD(nn.Linear(6, 6).parameters(), lr=0.1)
+        sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": model.parameters()})
+    closure()
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["lstm", "sequential"])
-def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str) -> None:
-    for text in two.run(what_is_said, skipped_by_dynamo, name):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("lstm", "as ever"),
+        ("sequential", "as ever"),
+        ("sequential", "in a closure"),
+        ("sequential", "behind a step of nothing"),
+        ("sequential", "behind a step of another"),
+        ("sequential", "added later"),
+    ],
+)
+def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str, how: str) -> None:
+    for text in two.run(what_is_said, skipped_by_dynamo, name, how):
         says = "is an LSTM: Dynamo leaves it out of every graph" if name == "lstm" else "never gave it a graph"
         assert says in text
 
