@@ -13,7 +13,7 @@ there is a fill, too: the point but for the last smaller value before that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from autoshard.cost_model import parametric_cut
 from autoshard.cost_model.parametric_cut import Value
 from autoshard.cost_model.program import Operation
 from autoshard.cost_model.sizes import Size, bytes_of
-from autoshard.cost_model.work import kind_of, op_name
+from autoshard.cost_model.work import kind_of
 from autoshard.passes import graphs
 from autoshard.passes.recompute import backward_of, calls_of, kept_by, needed, operations, values_of_blocks
 
@@ -66,10 +66,10 @@ class Candidates:
         read = {graphs.made_by(n) for n in nodes if not backward.isdisjoint(n.users)}
         place, keys, values = {n: i for i, n in enumerate(made.values())}, list(made), list[Value]()
         for key, node in made.items():
-            size = 0 if node in there else None if _copies_what_enters(node, place) else sizes[key]
+            size = 0 if node in there else sizes[key]
             sources = {place[source] for source in map(graphs.made_by, node.all_input_nodes) if source in place}
             values.append(Value(size, round(1e9 * self._seconds(node)), tuple(sorted(sources)), node in read))
-        least = int(LITTLE * sum(v.bytes or 0 for v in values))
+        least = int(LITTLE * sum(v.bytes for v in values))
         for corner in parametric_cut.corners(tuple(values), least, LEVELS):
             if corner.bytes >= least:  # or "full" is as good
                 yield frozenset(keys[i] for i in corner.saved if values[i].bytes)
@@ -103,11 +103,6 @@ class Candidates:
 def _is_near(size: int, known: Iterable[int]) -> bool:
     """Whether it differs little from one of these."""
     return any(abs(size - one) < LITTLE * size for one in known)
-
-
-def _copies_what_enters(node: Node, own: Container[Node]) -> bool:
-    """A gathered parameter, above all: whether that waits for backward is chosen elsewhere."""
-    return op_name(node) == "clone" and not any(graphs.made_by(n) in own for n in node.all_input_nodes)
 
 
 def levels(sizes: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ for any plan's; a rehearsal writes a plan's own into them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,8 @@ def capture_call(
         (args, kwargs), opened = leave_open((args, kwargs)) if open else ((args, kwargs), [])
         show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
         found = _trace(shadow, args, kwargs, opened)
+        if found is not None and not open and found.inventory.covered < 1 and torch_internals.graph_break(found.graph) is None:
+            _refuse_what_raises(_without_values(model), args, kwargs)
     if found is None:
         raise UnsupportedError(
             f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
@@ -110,6 +113,13 @@ def capture_call(
             "TORCH_LOGS=graph_breaks says where it breaks"
         )
     return found
+
+
+def _refuse_what_raises(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where forward raises, Dynamo gives the graphs of what it called before that. So it is called, without values. What asks for these
+    says so by a RuntimeError or a TypeError, of a model that may be right."""
+    with contextlib.suppress(RuntimeError, TypeError):
+        model(*args, **kwargs)
 
 
 def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened]) -> Capture | None:

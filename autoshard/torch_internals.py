@@ -549,7 +549,7 @@ def _forwards_in_python() -> Iterator[tuple[Any, torch.nn.Module]]:
     """Of modules: frames that run what forward was written as, not what Dynamo made of it. Of others nothing is asked: a frame whose locals
     were asked for keeps them all, also what it deletes (Python before 3.13)."""
     for frame in (frame for frame in _frames() if frame.f_code.co_name == "forward"):
-        module = frame.f_locals.get("self")
+        module = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         if isinstance(module, torch.nn.Module) and any(code is frame.f_code for kind in type(module).__mro__ for code in _codes_of(kind)):
             yield frame, module
 

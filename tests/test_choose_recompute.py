@@ -175,6 +175,31 @@ class Switched(Few):
             return super().forward(x)
 
 
+class Cloning(Plain):
+    """Backward reads the clone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clone().sin()
+
+
+class Cloned(Switched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Cloning() for _ in self.layers)
+
+
+def test_what_is_chosen_to_be_saved_has_the_names_that_the_step_has_for_it() -> None:
+    """Where the choice is made, a clone of each parameter is in the place of its gathered copy."""
+    cluster = Cluster(1, 2, DEVICES["cpu"])
+    forecaster = Forecaster(capture(Cloned(), inputs(16)), NAMED["adamw"], cluster, "eager")
+    plan = make_plan(forecaster.captured.inventory, Config(zero=3, replicate_below=0), Circumstances(cluster, None), forecaster)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        choices = [(block.name, option.policy) for block in forecaster.blocks(plan) for option in block.options if "clone#" in option.policy]
+        forecaster(replace(plan, recompute=(choices[0],)))
+    assert not [str(w.message) for w in said if "is no operation of" in str(w.message)]
+
+
 def test_a_look_at_what_blocks_would_be_by_themselves_warns_of_nothing() -> None:
     forecaster = forecaster_of(Switched(), inputs(16))
     plan = planned(forecaster)

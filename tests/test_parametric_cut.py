@@ -14,24 +14,22 @@ from autoshard.cost_model.parametric_cut import Corner, Value, corners
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[Value, ...]:
     def value(at: int) -> Value:
-        size = draw(st.one_of(st.none(), st.integers(0, 20)))
         made_of = draw(st.sets(st.integers(0, at - 1), max_size=2)) if at else set()
-        return Value(size, draw(st.integers(0, 20)), tuple(sorted(made_of)), draw(st.booleans()))
+        return Value(draw(st.integers(0, 20)), draw(st.integers(0, 20)), tuple(sorted(made_of)), draw(st.booleans()))
 
     return tuple(map(value, range(draw(st.integers(0, 6)))))
 
 
 def _every(values: Sequence[Value]) -> Iterator[Corner]:
     """All choices of what is saved."""
-    may = [i for i, value in enumerate(values) if value.bytes is not None]
-    for saved in itertools.chain.from_iterable(itertools.combinations(may, n) for n in range(len(may) + 1)):
+    for saved in itertools.chain.from_iterable(itertools.combinations(range(len(values)), n) for n in range(len(values) + 1)):
         again, todo = set[int](), [i for i, value in enumerate(values) if value.read]
         while todo:
             at = todo.pop()
             if at not in saved and at not in again:
                 again.add(at)
                 todo.extend(values[at].made_of)
-        yield Corner(frozenset(saved), sum(values[i].bytes or 0 for i in saved), sum(values[i].nanoseconds for i in again))
+        yield Corner(frozenset(saved), sum(values[i].bytes for i in saved), sum(values[i].nanoseconds for i in again))
 
 
 @given(graphs())

@@ -19,10 +19,10 @@ import networkx as nx
 
 
 class Value(NamedTuple):
-    """What an operation gives. bytes: that wait for backward where it is saved; None: it never is. nanoseconds: to compute it. made_of:
+    """What an operation gives. bytes: that wait for backward where it is saved. nanoseconds: to compute it. made_of:
     by places among a block's values. read: by backward."""
 
-    bytes: int | None
+    bytes: int
     nanoseconds: int
     made_of: tuple[int, ...]
     read: bool
@@ -43,7 +43,7 @@ def corners(values: tuple[Value, ...], gap: int, most: int) -> tuple[Corner, ...
     and then, where the most bytes lie between two, one between these. No more than `most`, and none between two that are less than `gap`
     bytes apart: else all there are."""
     fewest = _cheapest(values, _Price(byte=1 + sum(v.nanoseconds for v in values), nanosecond=1))
-    fastest = _cheapest(values, _Price(byte=1, nanosecond=1 + sum(v.bytes or 0 for v in values)))
+    fastest = _cheapest(values, _Price(byte=1, nanosecond=1 + sum(v.bytes for v in values)))
     found, gaps = [fewest, fastest], [(fewest, fastest)]
     while gaps and len(found) < most:
         widest = max(gaps, key=_width)
@@ -78,7 +78,7 @@ def _cheapest(values: Sequence[Value], price: _Price) -> Corner:
     _, (there, _) = nx.minimum_cut(_network(values, price), "source", "sink")
     again = [i for i, _ in enumerate(values) if ("again", i) in there]
     saved = frozenset(i for i, v in enumerate(values) if ("there", i) in there and ("again", i) not in there)
-    return Corner(saved, sum(values[i].bytes or 0 for i in saved), sum(values[i].nanoseconds for i in again))
+    return Corner(saved, sum(values[i].bytes for i in saved), sum(values[i].nanoseconds for i in again))
 
 
 def _network(values: Sequence[Value], price: _Price) -> nx.DiGraph:
@@ -88,7 +88,7 @@ def _network(values: Sequence[Value], price: _Price) -> nx.DiGraph:
     for i, value in enumerate(values):
         if value.read:
             network.add_edge("source", ("there", i))
-        network.add_edge(("there", i), ("again", i), **({} if value.bytes is None else {"capacity": price.byte * value.bytes}))
+        network.add_edge(("there", i), ("again", i), capacity=price.byte * value.bytes)
         network.add_edge(("again", i), "sink", capacity=price.nanosecond * value.nanoseconds)
         network.add_edges_from((("again", i), ("there", source)) for source in value.made_of)
     return network

@@ -41,6 +41,7 @@ from autoshard.cost_model.work import kind_of, op_name
 from autoshard.passes import graphs
 from autoshard.passes.base import Context, Stage
 from autoshard.passes.choose_blocks import blocks_of
+from autoshard.passes.take_whole import stands_for_unshard
 from autoshard.plan import THROUGH, Plan, verbs_of
 
 _REPEATABLE = ("aten", "prims", "rngprims", "inductor", "higher_order")
@@ -192,11 +193,14 @@ def backward_of(joint: GraphModule) -> set[Node]:
 
 
 def _is_value(node: Node) -> bool:
-    """Whether a policy is about it: not about what our own ops give, a block that is a graph of its own among them."""
+    """Whether a policy is about it: not about what our own ops give, or what stands for them yet, a block that is a graph of its own
+    among them."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     source: Any = node.args[0] if node.target is operator.getitem else node
-    return any(isinstance(t, Tensor) for t in tensors) and not graphs.is_call(source, *graphs.LOGICAL, graphs.BLOCK)
+    return any(isinstance(t, Tensor) for t in tensors) and not (
+        graphs.is_call(source, *graphs.LOGICAL, graphs.BLOCK) or stands_for_unshard(node)
+    )
 
 
 def is_repeatable(node: Node) -> bool:

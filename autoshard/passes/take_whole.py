@@ -23,6 +23,7 @@ from autoshard.torch_internals import Tracing, gradient_places, input_position
 
 COPY = torch.ops.aten.clone.default
 WHOLE = "autoshard_whole"  # in the meta of an input that is to be whole: its value, and what `unshard` takes besides rows
+_STANDS = "autoshard_unshard"  # among what torch keeps of a copy's meta in a trace
 _KEPT = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "custom")
 
 
@@ -48,6 +49,12 @@ def _take(node: Node) -> None:
     node.meta[WHOLE] = value, unshards[0].args[1:]
     for unshard in unshards:
         unshard.target, unshard.args = COPY, (node,)
+        unshard.meta["custom"] = {**unshard.meta.get("custom", {}), _STANDS: True}
+
+
+def stands_for_unshard(node: Node) -> bool:
+    """Whether a node of what AOTAutograd traced is one of these copies."""
+    return node.target is COPY and _STANDS in node.meta.get("custom", {})
 
 
 @dataclass(frozen=True)
