@@ -23,7 +23,14 @@ from autoshard import torch_internals
 from autoshard.console import doing
 from autoshard.cost_model.sizes import Open
 from autoshard.errors import AutoshardError, UnsupportedError, first_line
-from autoshard.inventory import Inventory, in_order_of_last_use, names_of, rows_looked_up, take_inventory
+from autoshard.inventory import (
+    Inventory,
+    in_order_of_last_use,
+    names_of,
+    refuse_lazy,
+    rows_looked_up,
+    take_inventory,
+)
 from autoshard.open_sizes import Opened, leave_open, what_stayed_open
 from autoshard.ops.layout import Layout
 from autoshard.passes.expand_unshards import expand_unshards
@@ -95,6 +102,8 @@ def capture_call(
     doing(f"tracing {type(model).__name__}")
     if next(model.parameters(), None) is None:
         raise UnsupportedError(f"{type(model).__name__} has no parameters; there is nothing to plan")
+    for named in model.named_parameters():
+        refuse_lazy(*named)
     with FakeTensorMode(allow_non_fake_inputs=True):
         shadow = _without_values(model)
         args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import itertools
 import signal
 import sys
@@ -48,6 +49,8 @@ _SIZES = ("batch", "seq")
 def run() -> None:
     """The command `autoshard`: `main` in a process of its own."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `autoshard plan ... | head` ends quietly
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: a terminal without a name's letters is no reason to lose a plan
     gc.disable()  # a tenth of the time of such a short life, in which next to nothing becomes garbage
     try:
         sys.exit(main())

@@ -164,9 +164,14 @@ def in_order_of_last_use(gm: GraphModule, inputs: Sequence[object]) -> list[nn.P
     return [inputs[i] for _, i in sorted(found)]  # type: ignore[misc]
 
 
-def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, lookup: Lookup, later: bool) -> ParameterInfo:
+def refuse_lazy(name: str, parameter: nn.Parameter) -> None:
+    """UnsupportedError of one that has no shape before the first batch."""
     if isinstance(parameter, UninitializedParameter):
         raise UnsupportedError(f"parameter {name!r} is lazy and has no shape yet; run one batch in eager first")
+
+
+def _info(name: str, parameter: nn.Parameter, used: bool, last_use: int, lookup: Lookup, later: bool) -> ParameterInfo:
+    refuse_lazy(name, parameter)
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterInfo(
         name, tuple(parameter.shape), dtype, parameter.element_size(), parameter.requires_grad, used, last_use, lookup.rows, lookup.tied, later

@@ -382,6 +382,8 @@ class Plan:
         """Inverse of `to_json`; PlanError names what is wrong."""
         try:
             data = json.loads(text)
+            if not isinstance(data, dict) or "format" not in data:
+                raise ValueError("no 'format' is in it")
             if data.pop("format") != FORMAT:
                 raise PlanError(f"plan: this file is of another format; legal: {FORMAT}")
             data.pop("regions", None)  # of files from before 2026-11-26: whether blocks were traced once, which none is now
@@ -395,7 +397,7 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """The plan in a file. PlanError names the file, and what is wrong with it."""
         try:
-            return Plan.from_json(Path(path).read_text())
+            return Plan.from_json(Path(path).read_text(encoding="utf-8-sig"))  # with or without the mark that some editors write
         except OSError as error:
             raise PlanError(f"plan: {str(path)!r} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:  # of weights, say

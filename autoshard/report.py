@@ -274,9 +274,9 @@ def _traffic_part(plan: Plan) -> list[RenderableType]:
         return [Text("No communication.")]
     table = Table(title="Collectives of a process in a step", title_justify="left", box=None, pad_edge=False)
     for column in ("collective", "in"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in ("messages", "bytes sent", "wire time"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for t in plan.predicted.traffic:
         table.add_row(
             t.collective, t.phase, str(t.messages), bytes_text(t.bytes), f"{t.seconds * 1e3:.2f} ms"

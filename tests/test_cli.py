@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,6 +100,13 @@ def no_optimizer():
     def factory(parameters):
         raise ValueError("no rate")
     return Net(), torch.zeros(2, 4096), factory
+
+def lazy():
+    return nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(8)), torch.zeros(2, 4)
+
+def lacks():
+    Net.forward = lambda this, x, y=None: this.layers[1](this.layers[0](x) + this.nothing)
+    return Net(), torch.zeros(2, 4096)
 
 def of_others():
     return nn.Linear(5, 8), torch.zeros(2, 4)
@@ -314,6 +323,8 @@ def test_stages_that_were_not_simulated_have_the_optimizer_of_the_file_too(
         (["{model}:exits"], "exits() in {model} failed: it exits (no data)"),
         (["{model}:nothing"], "nothing() in {model} returned int; legal: (model, example_inputs)"),
         (["{model}:misfit"], "cannot be called with these example inputs"),
+        (["{model}:lacks"], "cannot be called with these example inputs: AttributeError: 'Net' object has no attribute 'nothing'"),
+        (["{model}:lazy"], "parameter '1.weight' is lazy and has no shape yet; run one batch in eager first"),
         (["{model}:recurrent", "--nproc-per-node", "2"], "the model is an LSTM: Dynamo leaves it out of every graph"),
         (["{model}:scripted", "--nproc-per-node", "2"], "module '1' is TorchScript, which Dynamo leaves out of every graph"),
         (["{model}:recurrent_inside", "--nproc-per-node", "2"], "module '1' is an LSTM: Dynamo leaves it out of every graph"),
@@ -471,3 +482,12 @@ def test_a_row_stands_for_several_only_where_their_numbers_follow_each_other() -
     shown = [line.split()[0] for line in rendered(plan_tables(made)).splitlines() if "layer" in line]
     rows = ["layers.{0..2}", "layers.5", "layer1.{0..1}", "layer2.0"]
     assert shown == [*rows, *rows]  # of the groups, and of what is recomputed
+
+
+def test_what_the_output_has_no_letters_for_is_printed_as_escapes(tmp_path: Path) -> None:
+    """As the ellipsis of a narrow table, and names."""
+    file, alone = tmp_path / "plan.json", Degrees(1, 2, 2)
+    file.write_text(Plan(2, (("shard", 2),), (ParameterGroup("\u00dcberschicht", ("weight",), alone),)).to_json())
+    command = [sys.executable, "-m", "autoshard", "plan", "--plan", str(file)]
+    printed = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=60)
+    assert printed.returncode == 0 and rb"\xdcberschicht" in printed.stdout, printed.stderr

@@ -112,11 +112,18 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
-def test_a_plan_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{}", "[]", "7"])
+def test_a_plan_file_that_cannot_be_used_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "plan.json"
-    file.write_text("{}")
-    with pytest.raises(PlanError, match=f"^{file}: plan: not a plan file"):
+    file.write_text(text)
+    with pytest.raises(PlanError, match=f"^{file}: plan: not a plan file \\(no 'format' is in it\\)"):
         Plan.load(file)
+
+
+def test_a_plan_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    file, plan = tmp_path / "plan.json", make_plan(blocks(), Config(zero=2), where())
+    file.write_text(plan.to_json(), encoding="utf-8-sig")
+    assert Plan.load(file) == plan
 
 
 def test_nothing_is_called_simulated_that_was_not() -> None:
