@@ -111,6 +111,59 @@ def test_a_parameter_that_lies_elsewhere_is_stepped_there(change: str) -> None:
     assert stepped_beside(CHANGES[change]) < 1e-5
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "turned": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+}
+MADE: dict[str, Callable[..., tuple[optim.Optimizer, optim.Optimizer]]] = {
+    "AdamW": lambda p, q: (autoshard.optim.AdamW([p], lr=0.1), optim.AdamW([q], lr=0.1)),
+    "Adam": lambda p, q: (autoshard.fuse(optim.Adam([p], lr=0.1, amsgrad=True)), optim.Adam([q], lr=0.1, amsgrad=True)),
+    "SGD": lambda p, q: (autoshard.optim.SGD([p], lr=0.1, momentum=0.9), optim.SGD([q], lr=0.1, momentum=0.9)),
+    "Lion": lambda p, q: (autoshard.optim.Lion([p], lr=0.1), autoshard.optim.Lion([q], lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (6, 1, 3, 3), (6, 4, 1, 1)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MADE)
+def test_a_parameter_may_lie_in_any_order_of_dimensions(name: str, layout: str, shape: tuple[int, ...]) -> None:
+    """Beside torch's on one that is contiguous; state that is loaded is contiguous too, and gradients come in either order."""
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    one, other = nn.Parameter(LAYOUTS[layout](start)), nn.Parameter(start.clone())
+    ours, plain = MADE[name](one, other)
+    for step in range(5):
+        other.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step + 1))
+        one.grad = LAYOUTS[layout](other.grad) if step % 2 else other.grad.clone()
+        ours.step()
+        plain.step()
+        if step == 2:
+            ours.load_state_dict(copy.deepcopy(plain.state_dict()))
+        torch.testing.assert_close(one, other)
+    assert one.stride() == LAYOUTS[layout](start).stride()
+    assert all(v.stride() == one.stride() for v in ours.state[one].values() if v.shape == one.shape and 1 not in shape)
+
+
+def stepped_in_channels_last(zero: int) -> float:
+    """How far a convolution is from one that is stepped by torch, and lies as ever."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    model = torch.compile(nets[0].to(memory_format=torch.channels_last), backend=autoshard.backend(config(zero, replicate_below=0)))
+    optimizers = [autoshard.optim.AdamW(nets[0].parameters(), lr=0.1), optim.AdamW(nets[1].parameters(), lr=0.1)]
+    for step in range(3):
+        batches = torch.randn(2, 2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        model(batches[dist.get_rank()]).square().mean().backward()
+        torch.stack([nets[1](batch).square().mean() for batch in batches]).mean().backward()
+        for optimizer in optimizers:
+            step_each(optimizer)
+    return max(float((whole(p) - q).detach().abs().max()) for p, q in zip(nets[0].parameters(), nets[1].parameters()))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_channels_last_is_stepped_on_rows(two: Cluster, zero: int) -> None:
+    assert max(two.run(stepped_in_channels_last, zero)) < 1e-4
+
+
 def test_a_parameter_that_goes_to_another_group_is_stepped_by_its_options() -> None:
     models = [Net() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

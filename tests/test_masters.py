@@ -99,16 +99,26 @@ def test_masters_of_a_state_that_was_kept_without() -> None:
     assert "master" not in without.state[q]
 
 
-def test_a_mastered_parameter_that_lies_otherwise_is_refused() -> None:
-    p = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16())
-    optimizer = autoshard.optim.SGD([p], lr=0.1, master_weights=True)
-    for _ in range(2):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    p.data = p.data.t().contiguous().t()
+def test_a_mastered_parameter_that_lies_otherwise_is_stepped_so() -> None:
+    start = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+    optimizers = [autoshard.optim.SGD([p], lr=0.1, momentum=0.9, master_weights=True) for p in parameters]
+    for step in range(4):
+        for i, (p, optimizer) in enumerate(zip(parameters, optimizers)):
+            if step == 2 and i:
+                p.data = p.data.t().contiguous().t()
+            p.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+            optimizer.step()
+    assert torch.equal(*parameters) and not parameters[1].is_contiguous()
+    assert torch.equal(*(o.state[p]["master"] for p, o in zip(parameters, optimizers)))
+
+
+def test_a_mastered_parameter_with_gaps_in_memory_is_refused() -> None:
+    p = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
+    p.data = torch.ones(4, 12, dtype=torch.bfloat16)[:, ::2]
     p.grad = torch.ones_like(p)
-    with pytest.raises(UnsupportedError, match="not contiguous"):
-        optimizer.step()
+    with pytest.raises(UnsupportedError, match="has gaps in memory"):
+        autoshard.optim.SGD([p], lr=0.1, master_weights=True).step()
 
 
 def test_masters_are_in_the_state_dict() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,8 @@ class Gradients:
 @dataclass(eq=False)
 class Launch:
     """What steps together. first: it is these parameters' first step. places: theirs among all that step. counted: their steps, where
-    these are counted at once. plain: rows that are tensors of the loop's own, which `.data` leaves the same objects."""
+    these are counted at once. plain: rows that are tensors of the loop's own, which `.data` leaves the same objects. order: the strides of
+    those, where not all parameters' rows are contiguous."""
 
     options: dict[str, Any]
     first: bool
@@ -58,12 +59,15 @@ class Launch:
     rows: Rows = field(default_factory=Rows)
     counted: Counted | None = None
     plain: list[Tensor] = field(default_factory=list)
+    order: list[tuple[int, ...]] | None = None
     sent: multi_tensor.Sent = field(default_factory=multi_tensor.Sent)
 
     @property
     def stays(self) -> bool:
         """Whether its rows and counts lie as they did."""
-        return all(map(Tensor.is_contiguous, self.plain)) and (self.counted is None or self.counted.stays)
+        if self.counted is not None and not self.counted.stays:
+            return False
+        return all(map(Tensor.is_contiguous, self.plain)) if self.order is None else _strides(self.plain) == self.order
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,24 @@ def _how(rows: Sequence[Tensor]) -> list[list[Any]]:
     return [list(map(operator.attrgetter(name), rows)) for name in _HOW]
 
 
+def _strides(rows: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    return [each.stride() for each in rows]
+
+
+def _is_dense(rows: Tensor) -> bool:
+    """Whether its numbers fill the memory from the first to the last, in any order of dimensions, as channels_last does."""
+    return rows.is_contiguous() or rows.permute(sorted(range(rows.dim()), key=rows.stride, reverse=True)).is_contiguous()
+
+
+def _lies_as(one: Tensor, rows: Tensor) -> bool:
+    """Whether two dense ones have the same numbers in the same places."""
+    return all(a == b for size, a, b in zip(rows.shape, one.stride(), rows.stride()) if size > 1)
+
+
+def _laid_as(grad: Tensor, rows: Tensor) -> Tensor:
+    return grad if _is_dense(grad) and _lies_as(grad, rows) else torch.empty_like(rows, dtype=grad.dtype).copy_(grad)
+
+
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:
     rows = local(parameter)
     if rows.device.type not in ("cpu", "cuda") or rows.dtype not in multi_tensor.TYPES:
@@ -146,8 +168,8 @@ def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) ->
     if rows.is_cuda and launcher.lacking():
         return f"on a GPU without {launcher.lacking()}"
     states = [local(value) for key, value in state.items() if key != "step" and isinstance(value, Tensor)]
-    if not all(v.is_contiguous() and v.shape == rows.shape for v in (rows, *states)):
-        return f"a parameter of shape {tuple(rows.shape)} that, or whose state, is not contiguous or of that shape"
+    if not all(_is_dense(v) and v.shape == rows.shape for v in (rows, *states)):
+        return f"a parameter of shape {tuple(rows.shape)} that, or whose state, has gaps in memory or is not of that shape"
     cast = next((v.dtype for v in states if v.dtype != rows.dtype), rows.dtype)
     if rows.device.type == "cpu" and cast != rows.dtype and not (mastered and rows.dtype in multi_tensor.HALVES):
         return f"a parameter of shape {tuple(rows.shape)} that was cast to {rows.dtype} and its state not, which is {cast}"
@@ -215,7 +237,7 @@ def _run(
         if launch.first and gradients.infinite is not None and bool(gradients.infinite):
             continue  # state begins with the first step that is taken
         rows = _with_state(optimizer, family, launch) if launch.first else launch.rows
-        rows.grads = [stepped.gradient_rows[i].contiguous() for i in launch.places]
+        rows.grads = _gradients(stepped, launch)
         options = {**launch.options, **family.first} if launch.first else launch.options
         counts = rows.steps if launch.counted is None else [launch.counted.all]
         if counts:
@@ -225,6 +247,13 @@ def _run(
         else:
             _on_gpu(family, options, rows, gradients, interpret, launch.sent)
         rows.grads = []  # which belong to the user
+
+
+def _gradients(stepped: Stepped, launch: Launch) -> list[Tensor]:
+    """Of its parameters, as these lie."""
+    if launch.order is None:
+        return [stepped.gradient_rows[i].contiguous() for i in launch.places]
+    return [_laid_as(stepped.gradient_rows[i], stepped.rows[i]) for i in launch.places]
 
 
 def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[Launch]:
@@ -238,6 +267,7 @@ def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[La
             if MASTER in keys and not first and state.get(MASTER) is None:  # a state that was kept without
                 optimizer.state[parameter][MASTER] = _begun(parameter, MASTER, True)
                 state = optimizer.state[parameter]
+            _lay_out(state, parameter, keys)
             if "step" in state:  # torch counts on the CPU where a step is not fused
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
             dtypes = () if first else tuple(state[key].dtype for key in keys)
@@ -251,8 +281,17 @@ def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[La
     for launch in launches.values():
         rows = itertools.chain(launch.rows.params, launch.rows.copies, *launch.rows.states.values())
         launch.plain = [each for each in rows if id(each) in own]
+        if not all(local(p).is_contiguous() for p in launch.parameters):
+            launch.order = _strides(launch.plain)
         launch.counted = Counted.of(launch.rows.steps)
     return list(launches.values())
+
+
+def _lay_out(state: dict[str, Any], parameter: nn.Parameter, keys: Iterable[str]) -> None:
+    """As the parameter lies, which what was loaded from a file may not."""
+    for key in keys:
+        if key != "step" and (value := state.get(key)) is not None and not _lies_as(local(value), local(parameter)):
+            state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _with_state(optimizer: Optimizer, family: Family, launch: Launch) -> Rows:
