@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +15,7 @@ from hypothesis import settings
 
 from tests.cluster import Cluster
 from tests.garbage import collect_seldom
+from tests.model_files import CONFIGS, MODEL
 
 settings.register_profile("untimed", deadline=None)  # other work on a machine fails no test
 settings.load_profile("untimed")
@@ -93,3 +96,20 @@ def many_processes() -> Iterator[None]:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept between jobs, sources of kernels among it, goes to a folder of these tests alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The path of a model file."""
+    path = tmp_path / "some_model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> dict[str, str]:
+    """The folders of configs of transformers, by what they are of."""
+    for name, config in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return {name: str(tmp_path / name) for name in CONFIGS}
