@@ -67,7 +67,7 @@ class Backend:
                 "`disable` of Dynamo's config), so processes would silently differ; legal: none of these, or codegen='eager' to look for errors"
             )
         self.config = config or Config()
-        self.served = False  # whether it had a model
+        self.called = False  # whether a model had its first call with it, or began it
         _made.add(self)
         self._states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._manager: PassManager | None = None
@@ -132,6 +132,7 @@ class Backend:
     ) -> ModelState | None:
         """Plans and shards `whole`, of which `model` is called; None where there is no graph to look at. An evaluation that comes first
         is planned as the training is that follows, if an optimizer waits for it."""
+        self.called = True
         training = torch.is_grad_enabled() or bool(optimizers.holding(names_of(whole)))
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(training):  # or parameters could never be trained
@@ -141,7 +142,7 @@ class Backend:
         return state and self._adopted(state)
 
     def _adopted(self, state: ModelState) -> ModelState:
-        self.served, state.reporter = True, self.report
+        state.reporter = self.report
         self._states.add(state)
         return state
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.dtypes import dtype_or_own
+from autoshard.dtypes import FLOATING, dtype_or_own
 from autoshard.errors import ConfigError, nearest
 from autoshard.plan import BUFFERS, COMPRESSIONS, MESH_AXES, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
 from autoshard.units import parse_bytes
@@ -152,6 +152,7 @@ class Config:
         self._check_plan()
         if not isinstance(self.cluster, Cluster | str | Path):
             raise ConfigError(f"cluster: {self.cluster!r} is not legal; legal: 'auto', a Cluster, or a YAML file")
+        self._check_files()
         if not isinstance(self.dump_dir, str | Path | None):
             raise ConfigError(f"dump_dir: {self.dump_dir!r} is not legal; legal: a folder, or None")
 
@@ -159,9 +160,9 @@ class Config:
         budget = self.memory_budget
         if isinstance(budget, str):
             if parse_bytes(budget) == 0:
-                raise ConfigError(f"memory_budget: {budget!r} is no memory at all; legal: 1 byte or more")
+                raise ConfigError(f"memory_budget: {budget!r} is no memory at all; legal: 1 byte or more, or a share as a float, such as 0.9")
         elif isinstance(budget, bool) or not isinstance(budget, int | float | None):
-            raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; write 72GiB, 80GB or 0.9")
+            raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; legal: bytes, '72GiB', '80GB', or a share such as 0.9")
         elif budget is not None and (not budget > 0 or (isinstance(budget, float) and budget > 1)):  # nan is neither
             raise ConfigError(
                 f"memory_budget: {budget!r} is out of range; an int is bytes, a float a share in (0, 1]"
@@ -187,6 +188,10 @@ class Config:
                 f"precision: {policy} has more than param_dtype and reduce_dtype, and nothing else of it is carried out; legal: "
                 "output_dtype=None, cast_forward_inputs=True"
             )
+        else:
+            for name in ("param_dtype", "reduce_dtype"):
+                if (dtype := getattr(policy, name)) not in (None, *FLOATING):
+                    raise ConfigError(f"precision: {name}={dtype} is not legal; legal: None, {', '.join(map(str, FLOATING))}")
 
     def _check_low_rank(self) -> None:
         rank = self.compression_rank
@@ -229,6 +234,12 @@ class Config:
         changed = [f.name for f in fields(self) if f.name in _DECIDING and getattr(self, f.name) != f.default]
         if self.plan is not None and changed:
             raise ConfigError(f"{changed[0]}: a pinned plan decides this; legal: plan= or {changed[0]}=, not both")
+
+    def _check_files(self) -> None:
+        """That they are there; what is in them is read in the first call."""
+        for name, file, written in ("plan", self.plan, "plan --json"), ("cluster", self.cluster, "calibrate"):
+            if isinstance(file, str | Path) and file != "auto" and not Path(file).is_file():
+                raise ConfigError(f"{name}: {str(file)!r} cannot be read (no such file); legal: what `autoshard {written}` writes")
 
     def mesh_axes(self) -> tuple[tuple[str, int], ...] | None:
         """The axes asked for, outermost first; None where all processes shard."""

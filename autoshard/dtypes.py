@@ -11,6 +11,7 @@ _DTYPES = {
     "fp64": torch.float64,
 }
 LEGAL = tuple(_DTYPES)
+FLOATING = tuple(_DTYPES.values())
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

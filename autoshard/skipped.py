@@ -85,7 +85,7 @@ def _refuse_skipped(stepped: Collection[int], is_ours: Callable[[Any], bool], ma
 
 def _warn_of_unserved(compiled: Sequence[Any], made: Collection[Any]) -> None:
     """compiled: the backends of modules."""
-    if any(not backend.served and not any(backend is of for of in compiled) for backend in made):
+    if any(not backend.called and not any(backend is of for of in compiled) for backend in made):
         warnings.warn(
             "an optimizer steps parameters of no model that autoshard has, and a backend of autoshard has no model: of torch.compile(..., "
             "disable=True) it gets none, and processes train apart",

@@ -411,9 +411,9 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     disabled = torch.compiler.disable(hook)
 
     @functools.wraps(hook)
-    def called(*args: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         looks = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
-        return disabled(*args) if looks else hook(*args)
+        return (disabled if looks else hook)(*args, **kwargs)
 
     skip_code(called.__code__)  # type: ignore[attr-defined]
     return called

@@ -68,7 +68,8 @@ def _refuse_ddp_around(model: nn.Module) -> None:
         if outer is not model and any(module is m for module in outer.modules() for m in compiled):
             raise UnsupportedError(
                 f"{type(compiled[0]).__name__} was compiled with autoshard and then wrapped by DistributedDataParallel; "
-                "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface"
+                "autoshard takes its place. Where Accelerate or transformers.Trainer wrap it, use autoshard.huggingface; where Lightning does, "
+                "a strategy that does not (docs/loops.md)"
             )
 
 

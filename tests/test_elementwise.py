@@ -372,3 +372,11 @@ def test_programs_are_few_however_many_rows_there_are() -> None:
     for rows, each in ((1, 1), (512, 1), (513, 1), (16384, 1), (100_000, 2), (10**7, 32)):
         programs = -(-rows // (each * steps_of(rows, each)))
         assert programs <= 512 and (2 * programs > 512 or steps_of(rows, each) == 1)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.sin().sum(0) * 2 + x, lambda x: (x * 2).sin().sum(-1).exp()])
+def test_a_sum_over_a_dimension_of_a_number_is_the_number(function: Function) -> None:
+    x = torch.tensor(0.7)
+    gm = traced(function, [x])
+    fused(gm)
+    torch.testing.assert_close(run(gm, [x]), [function(x)])

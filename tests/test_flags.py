@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +46,9 @@ FLAGS: dict[str, tuple[str, Any]] = {
 }
 
 
-def test_every_flag_becomes_a_field_of_the_type_that_config_takes() -> None:
+def test_every_flag_becomes_a_field_of_the_type_that_config_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(FLAGS["cluster"][0]).touch()
     there = [a for a in _of_plan()._actions if a.dest.startswith("config_")]
     assert {a.dest.removeprefix("config_") for a in there} == set(FLAGS)
     for action in there:

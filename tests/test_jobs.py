@@ -106,6 +106,25 @@ def test_a_torch_compile_that_compiles_nothing_is_not_silent(how: str) -> None:
             assert ended.code != 0 and "ConfigError: torch.compile is told to compile nothing" in ended.output
 
 
+def test_a_first_call_that_was_refused_is_no_model_that_got_no_backend() -> None:
+    """Beside it the loop trains another module, whose gradients DDP averages."""
+    body = """
+    refused = torch.compile(torch.nn.Linear(8, 8), backend=autoshard.backend(autoshard.Config(zero=3, memory_budget=64, verbose=False)))
+    try:
+        refused(torch.randn(4, 8))
+    except autoshard.AutoshardError:
+        print("refused")
+    del refused
+    compiled()(torch.randn(4, 8)).sum().backward()
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    """
+    for ended in launch(2, textwrap.dedent(body), timeout=60):
+        assert ended.code == 0 and "refused" in ended.output and "a backend of autoshard has no model" not in ended.output, ended.output
+
+
 def test_a_second_backend_s_config_is_said_to_count_for_nothing() -> None:
     body = """
     for zero in (3, 3, 2):

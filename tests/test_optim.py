@@ -356,3 +356,26 @@ def test_what_kernels_cannot_step_is_refused() -> None:
 
 def test_the_norm_of_nothing_is_zero() -> None:
     assert norm_of([]) == 0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
+def test_a_compiled_step_is_the_same_step(name: str) -> None:
+    """What torch.compile makes of a step leaves ours to Python."""
+    torch.compiler.reset()
+    options: dict[str, Any] = {"lr": 0.1, "max_norm": 0.5}
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [getattr(autoshard.optim, name)(m.parameters(), **options) for m in models]
+    compiled = torch.compile(optimizers[0].step, backend="aot_eager")
+    for step, of_each in enumerate((compiled, optimizers[1].step) * 3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step // 2))
+        models[step % 2](x).square().sum().backward()
+        of_each()
+        optimizers[step % 2].zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("max_norm", ["1", 0, -1.0])
+def test_a_norm_to_clip_to_is_checked(max_norm: Any) -> None:
+    with pytest.raises(ConfigError, match=f"max_norm: {max_norm!r} is not legal"):
+        autoshard.optim.AdamW(nn.Linear(2, 2).parameters(), max_norm=max_norm)

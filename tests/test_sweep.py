@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -304,13 +305,15 @@ def test_a_pinned_plan_is_the_only_way_and_forecast_as_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("make", [autoshard.plan, autoshard.sweep])
-def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any) -> None:
+def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any, tmp_path: Path) -> None:
     torch.compiler.reset()
     model, x = Fours(1, 1), torch.zeros(2, 8, dtype=torch.long)
     assert make(model, x, Config(cluster=TWO, codegen="eager")).world == 2
     assert make(model, x, Config(cluster=TWO, codegen="eager"), Cluster(1, 3, DEVICES["cpu"])).world == 3
-    with pytest.raises(ClusterError, match="cluster: 'nowhere.yaml' cannot be read"):
-        make(model, x, Config(cluster="nowhere.yaml"))
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: 0")
+    with pytest.raises(ClusterError, match="cluster.yaml"):
+        make(model, x, Config(cluster=file))
 
 
 def test_sizes_that_cannot_be_are_named() -> None:

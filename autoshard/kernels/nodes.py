@@ -78,7 +78,7 @@ def reduced_dims(node: Node) -> tuple[int, ...]:
     """The dimensions that a reduction is over, in order."""
     count = len(shape_of(tensors_of(node)[0]))
     dims: Any = node.args[1] if len(node.args) > 1 else ()
-    return tuple(sorted(d % count for d in dims)) if dims else tuple(range(count))
+    return tuple(sorted(d % count for d in dims)) if dims and count else tuple(range(count))
 
 
 def first_of(node: Any, name: str) -> Any:

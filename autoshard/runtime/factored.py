@@ -210,6 +210,7 @@ class Together:
         return [found[i] for i in range(self._count)]
 
 
+@torch_internals.untraced
 @torch.no_grad()
 def take(optimizer: Optimizer, scale: Tensor | None = None, interpret: bool = False) -> None:
     """One step of all parameters that have a gradient. Every process must come to it.

@@ -32,7 +32,7 @@ from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.counted import Counted
 from autoshard.runtime.dtensors import local
 from autoshard.runtime.families import FAMILIES, MASTER, Family, Options, Rows, keys_of
-from autoshard.runtime.loaded import scatter_loaded, values_of
+from autoshard.runtime.loaded import refuse_strange_state, scatter_loaded, values_of
 
 _GRADIENT = operator.attrgetter("grad")
 _HOW = ("dtype", "layout", "device")  # in what a gradient must be as its parameter is
@@ -183,6 +183,7 @@ def while_captured() -> str:
     return ""
 
 
+@torch_internals.untraced
 @torch.no_grad()
 def take(
     optimizer: Optimizer, family: Family, gradients: Callable[[], Gradients] = Gradients, interpret: bool = False
@@ -199,6 +200,7 @@ def take(
     held = before = _held.get(optimizer)
     if held is None or not held.holds(optimizer, family, stepped):
         scatter_loaded(optimizer)
+        refuse_strange_state(optimizer)
         mastered = getattr(optimizer, "master_weights", False)
         if reason := next((r for p in stepped.parameters if (r := _unfit(p, optimizer.state.get(p, {}), mastered))), ""):
             return reason

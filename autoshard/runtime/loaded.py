@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
-from autoshard.runtime.dtensors import refuse_strange_rows
+from autoshard.errors import UnsupportedError
+from autoshard.runtime.dtensors import local, refuse_strange_rows
 
 
 def load_rows(optimizer: Optimizer) -> None:
@@ -33,6 +34,18 @@ def scatter_loaded(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
             _take_rows(state, parameter)
+
+
+def refuse_strange_state(optimizer: Optimizer) -> None:
+    """Of one that keeps numbers of each number of a parameter: what `scatter_loaded` left plain, and has the shape of this process's rows, is of
+    another parameter, or was saved of rows, and would be stepped with as if it were these."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(parameter, DTensor) else ():
+            if isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor) and value.shape == local(parameter).shape:
+                raise UnsupportedError(
+                    f"{key} of the state of {type(optimizer).__name__} has the shape {tuple(value.shape)}, its parameter "
+                    f"{tuple(parameter.shape)}; legal: whole, as autoshard.state_dict(optimizer) has it"
+                )
 
 
 def values_of(optimizer: Optimizer) -> list[Any]:

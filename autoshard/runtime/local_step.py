@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from autoshard import torch_internals
 from autoshard.runtime.dtensors import dtensor_of, local
+from autoshard.runtime.loaded import refuse_strange_state
 
 ELEMENTWISE = frozenset(
     {
@@ -116,6 +117,7 @@ def take_over(optimizer: Optimizer, closure: bool) -> bool:
     """Takes a step of an optimizer that has sharded parameters, on rows; False if it cannot."""
     if closure or not can_step_locally(optimizer) or not _gradients_lie_as_parameters(optimizer):
         return False
+    refuse_strange_state(optimizer)
     step = LocalStep(optimizer)
     try:
         step.enter()
