@@ -168,8 +168,9 @@ def markdown(found: Sequence[Compared], machine: str) -> str:
     lines = [
         "# Timelines, predicted and executed\n",
         f"{machine}; two network namespaces on cores of their own, one process of one thread each. Written by `python bench/timeline.py`. Exposed",
-        "is the time that a process waits for collectives, and so for the other one: the mean of both, of each the median over steps that",
-        "torch's profiler watched, with what that takes of the thread back, which it waits less for the link; the step beside it was not",
+        "is the time that a process waits for collectives, and so for the other one, also where it asks for one and the thread that serves those",
+        "before is at work: the mean of both, of each the median over steps that torch's profiler watched, with what that takes of the thread back,",
+        "which it waits less for the link; the step beside it was not",
         f"watched. Of each, {JOBS} jobs by turns: the middle one, and from which to which they are. The tables of collectives and the plots are",
         "of rank 0, in a step that was watched.",
         "What goes by sends of each process to each the profiler sees from when it was issued until it was waited for, which may be",

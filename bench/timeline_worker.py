@@ -25,6 +25,7 @@ from compared import Case  # noqa: E402
 
 WARM_UP, ROUNDS, PROFILED = 4, 15, 9
 MARK = "one step"
+ASKING = ("c10d::send", "c10d::recv_")
 Event = tuple[str, float, float]  # name, start and end in seconds from the start of the step
 
 
@@ -45,7 +46,15 @@ def _step(mark: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     inside = sorted((e for e in events if begin <= _start(e) < end), key=_start)
     flights = [_event(e, begin) for e in inside if e["name"].startswith("gloo:") and e["name"] != "gloo:send"]
     waits = [_event(e, begin) for e in inside if e["name"] == "_c10d_functional::wait_tensor"]
-    return {"seconds": mark["dur"] / 1e6, "flights": flights, "waits": waits}
+    return {"seconds": mark["dur"] / 1e6, "flights": flights, "waits": sorted([*waits, *_held_up(inside, begin)], key=lambda event: event[1])}
+
+
+def _held_up(inside: list[dict[str, Any]], begin: float) -> Iterable[Event]:
+    """Asking for sends, where that takes longer than mostly: it waits for the thread that serves those before."""
+    for name in ASKING:
+        asked = [_event(e, begin) for e in inside if e["name"] == name]
+        usual = statistics.median(end - start for _, start, end in asked) if asked else 0.0
+        yield from ((name, start + usual, end) for name, start, end in asked if end - start > usual)
 
 
 def _event(event: dict[str, Any], begin: float) -> Event:
