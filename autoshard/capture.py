@@ -77,7 +77,10 @@ def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None =
     any batch, and any number of tokens, where it lets them be open."""
     model = torch_internals.original_of(model)
     try:
-        return capture_call(model, *as_call(example_inputs), compute, open)
+        found = capture_call(model, *as_call(example_inputs), compute, open)
+        if not open and found.inventory.covered < 1 and torch_internals.graph_break(found.graph) is None:
+            _call_without_values(model, *as_call(example_inputs))
+        return found
     except AutoshardError:
         raise
     except Exception as error:
@@ -110,8 +113,6 @@ def capture_call(
         (args, kwargs), opened = leave_open((args, kwargs)) if open else ((args, kwargs), [])
         show_as_sharded(shadow, Layout("shard", 2, (), "", 2, compute), Accumulation())
         found = _trace(shadow, args, kwargs, opened)
-        if found is not None and not open and found.inventory.covered < 1 and torch_internals.graph_break(found.graph) is None:
-            _refuse_what_raises(_without_values(model), args, kwargs)
     if found is None:
         raise UnsupportedError(
             f"torch.compile found no graph in {type(model).__name__}; is its forward skipped by Dynamo (nn.LSTM)?"
@@ -124,11 +125,14 @@ def capture_call(
     return found
 
 
-def _refuse_what_raises(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Where forward raises, Dynamo gives the graphs of what it called before that. So it is called, without values. What asks for these
-    says so by a RuntimeError or a TypeError, of a model that may be right."""
-    with contextlib.suppress(RuntimeError, TypeError):
-        model(*args, **kwargs)
+def _call_without_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where forward raises, Dynamo gives the graph of what was called before that. Forward's own exception comes from calling it; what asks
+    for values says so by a RuntimeError or a TypeError, of a model that may be right. On CPUs alone: a user's kernel takes addresses."""
+    if any(p.device.type not in ("cpu", "meta") for p in model.parameters()):
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(RuntimeError, TypeError), torch.compiler.set_stance("force_eager"):
+        args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
+        _without_values(model)(*args, **kwargs)
 
 
 def _trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Sequence[Opened]) -> Capture | None:

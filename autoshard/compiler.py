@@ -67,7 +67,7 @@ class Backend:
                 "`disable` of Dynamo's config), so processes would silently differ; legal: none of these, or codegen='eager' to look for errors"
             )
         self.config = config or Config()
-        self.called = False  # whether a model had its first call with it, or began it
+        self.called = False  # whether a first call with it was begun
         _made.add(self)
         self._states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._manager: PassManager | None = None

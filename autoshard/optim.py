@@ -6,6 +6,7 @@ torch.optim has take the same options, keep the same state, and load each other'
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -77,7 +78,7 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def _checked(max_norm: float | None) -> float | None:
-    if max_norm is not None and (not isinstance(max_norm, int | float) or not max_norm > 0):
+    if max_norm is not None and not (isinstance(max_norm, numbers.Real | Tensor) and max_norm > 0):
         raise ConfigError(f"max_norm: {max_norm!r} is not legal; legal: None, or more than 0")
     return max_norm
 

@@ -1,7 +1,7 @@
 """Models that were compiled with autoshard and that torch.compile skipped: they would train apart, silently.
 
 Dynamo leaves alone what is written in torch.nn (an nn.LSTM; an nn.Sequential compiled in place), so the backend
-is never called. Steps look for such a model until each parameter had a gradient once.
+is never called. Steps look for such a model, until each parameter of an optimizer had a gradient once.
 """
 
 from __future__ import annotations
@@ -31,31 +31,29 @@ _WRAPPERS: dict[type, str] = {
     FullyShardedDataParallel: "FullyShardedDataParallel",
     FSDPModule: "fully_shard",
 }
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of how many parameters, all of them
+_looked_at: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()  # the ids of parameters that need no further look
 
 
 def watch(is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
     """Installs the check for models whose backend is ours, on all optimizers, by torch's public hook. made: the backends that there are."""
 
     def look(optimizer: Optimizer, *_: Any) -> None:
-        if launched_size() > 1 and not stands_still(optimizer) and _checked.get(optimizer) != _count(optimizer):
+        count = sum(len(group["params"]) for group in optimizer.param_groups)  # 0 behind a step that we took, until it gets them back
+        if count and len(_looked_at.get(optimizer, ())) != count and launched_size() > 1 and not stands_still(optimizer):
             _check(optimizer, is_ours, made)
 
     torch_internals.surround_steps(look, look)  # behind a step too: a closure computes gradients within it
 
 
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
 def _check(optimizer: Optimizer, is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:
-    """A parameter without a gradient is looked at when it has one."""
-    ours = {key for state in stepped_by(optimizer) for key in state.ids}
-    stepped = set(map(id, fused_step.stepped_by(optimizer)))
-    if not stepped <= ours:
-        _refuse_skipped(stepped, is_ours, made)
-    if all(id(p) in ours or id(p) in stepped for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-        _checked[optimizer] = _count(optimizer)
+    """A parameter of no model of ours is looked at when it has its first gradient."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    looked_at = own & _looked_at.get(optimizer, set())  # of those that are gone others may have the ids
+    looked_at |= own.intersection(key for state in stepped_by(optimizer) for key in state.ids)
+    new = set(map(id, fused_step.stepped_by(optimizer))) - looked_at
+    if new:
+        _refuse_skipped(new, is_ours, made)
+    _looked_at[optimizer] = looked_at | new
 
 
 def _refuse_skipped(stepped: Collection[int], is_ours: Callable[[Any], bool], made: Collection[Any]) -> None:

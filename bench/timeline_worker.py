@@ -50,7 +50,8 @@ def _step(mark: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _held_up(inside: list[dict[str, Any]], begin: float) -> Iterable[Event]:
-    """Asking for sends, where that takes longer than mostly: it waits for the thread that serves those before."""
+    """Asking for sends, where that takes longer than mostly: it waits for the thread that serves those before. bench/timeline.py leaves out
+    what is next to nothing."""
     for name in ASKING:
         asked = [_event(e, begin) for e in inside if e["name"] == name]
         usual = statistics.median(end - start for _, start, end in asked) if asked else 0.0

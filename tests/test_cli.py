@@ -196,6 +196,7 @@ def test_a_hugging_face_config_is_called_on_as_many_tokens_as_it_takes(
     assert "ZeRO-3" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_machine_is_measured_and_used(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ours.yaml"
     assert main(["calibrate", "--out", str(out)]) == 0

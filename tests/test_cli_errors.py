@@ -113,9 +113,8 @@ def test_a_plan_file_is_checked_against_a_model(
         assert says in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_what_the_output_has_no_letters_for_is_printed_as_escapes(tmp_path: Path) -> None:
-    """As the ellipsis of a narrow table, and names."""
+    """Names, say."""
     file, alone = tmp_path / "plan.json", Degrees(1, 2, 2)
     file.write_text(Plan(2, (("shard", 2),), (ParameterGroup("\u00dcberschicht", ("weight",), alone),)).to_json())
     command = [sys.executable, "-m", "autoshard", "plan", "--plan", str(file)]

@@ -48,7 +48,8 @@ FLAGS: dict[str, tuple[str, Any]] = {
 
 def test_every_flag_becomes_a_field_of_the_type_that_config_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(FLAGS["cluster"][0]).touch()
+    for name in "cluster", "plan":
+        Path(FLAGS[name][0]).touch()
     there = [a for a in _of_plan()._actions if a.dest.startswith("config_")]
     assert {a.dest.removeprefix("config_") for a in there} == set(FLAGS)
     for action in there:

@@ -120,6 +120,11 @@ def test_a_plan_file_that_cannot_be_used_is_named(tmp_path: Path, text: str) -> 
         Plan.load(file)
 
 
+def test_a_plan_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(PlanError, match="plan: 'nowhere.json' cannot be read"):
+        Plan.load("nowhere.json")
+
+
 def test_a_plan_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
     file, plan = tmp_path / "plan.json", make_plan(blocks(), Config(zero=2), where())
     file.write_text(plan.to_json(), encoding="utf-8-sig")

@@ -310,6 +310,8 @@ def test_the_cluster_is_the_config_s_unless_one_is_given(make: Any, tmp_path: Pa
     model, x = Fours(1, 1), torch.zeros(2, 8, dtype=torch.long)
     assert make(model, x, Config(cluster=TWO, codegen="eager")).world == 2
     assert make(model, x, Config(cluster=TWO, codegen="eager"), Cluster(1, 3, DEVICES["cpu"])).world == 3
+    with pytest.raises(ClusterError, match="cluster: 'nowhere.yaml' cannot be read"):
+        Cluster.load("nowhere.yaml")
     file = tmp_path / "cluster.yaml"
     file.write_text("nodes: 0")
     with pytest.raises(ClusterError, match="cluster.yaml"):

@@ -410,6 +410,17 @@ class Looping(Layers):
         return x
 
 
+class Renamed(Layers):
+    """Its forward calls itself otherwise than most do."""
+
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        for layer in this.layers:
+            x = layer(x)
+            if this.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
 def decorated(forward: Any) -> Any:
     @functools.wraps(forward)
     def wrapper(self: nn.Module, x: Tensor) -> Any:
@@ -422,7 +433,7 @@ class Decorated(Layers):
     forward = decorated(Looping.forward)
 
 
-@pytest.mark.parametrize("kind", [Looping, Decorated])
+@pytest.mark.parametrize("kind", [Looping, Renamed, Decorated])
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_forward_that_dynamo_gave_up_runs_in_python(kind: type[Layers], breaks: bool) -> None:
     torch.compiler.reset()

@@ -43,7 +43,8 @@ def _sent(plan: Plan, *phases: str) -> dict[str, tuple[int, int]]:
         in_full("attention", 3, Machines(2, 2, DEVICES["cpu"]), {"hierarchy": "two_level"}, {"message": 400, "apart": 1000}),
         in_full("llama", 3, Machines(1, 4, DEVICES["cpu"]), {"compression": "bf16"}, {}),
         in_full("odd", 2, Machines(1, 3, DEVICES["h100"]), {}, {}),
-        in_full("odd", 0, Machines(1, 3, DEVICES["cpu"]), {"compression": "bf16"}, {}),
+        ("odd", 0, Machines(1, 3, DEVICES["cpu"]), {}, {"direct_sums": True}),
+        ("odd", 0, Machines(1, 3, DEVICES["cpu"]), {"compression": "bf16"}, {}),
     ],
 )
 def test_what_is_sent_is_known_without_a_graph(

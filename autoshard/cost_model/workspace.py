@@ -124,8 +124,8 @@ class _Convolution:
 
     @property
     def is_left_to_blas(self) -> bool:
-        """Kernels of one element, of few samples, but for those of volumes."""
-        if self.strided or self.x.dim() > 4 or any(size > 1 for size in self.weight.shape[2:]):
+        """Kernels of one element, of few samples."""
+        if self.strided or any(size > 1 for size in self.weight.shape[2:]):
             return False
         if not _are_few(self.x.shape[0]):
             return False

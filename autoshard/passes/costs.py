@@ -129,12 +129,13 @@ def _buckets(plan: Plan, reduced: Sequence[ParameterInfo]) -> tuple[int, ...]:
     of them, the parts are equal."""
     backwards = list(reversed(reduced))
     runs = wire.runs([p.elements * _computed(plan, p) for p in backwards], plan.bucket)
-    parts = plan.world if _is_compressed(plan, reduced) or (plan.direct_sums and plan.world > 2) else 1
-    found = []
-    for run in ([backwards[i] for i in run] for run in runs):
-        part = parts * max((_travels(plan, p) for p in run), default=1)
-        found.append(math.ceil(sum(p.elements * _travels(plan, p) for p in run) / part) * part)
-    return tuple(found)
+    return tuple(_bucket(plan, [backwards[i] for i in run]) for run in runs)
+
+
+def _bucket(plan: Plan, run: Sequence[ParameterInfo]) -> int:
+    in_parts = _is_compressed(plan, run) or (plan.direct_sums and plan.world > 2)
+    part = (plan.world if in_parts else 1) * max((_travels(plan, p) for p in run), default=1)
+    return math.ceil(sum(p.elements * _travels(plan, p) for p in run) / part) * part
 
 
 def _apart(plan: Plan, layout: Layout, infos: Sequence[ParameterInfo]) -> tuple[int, ...]:

@@ -153,12 +153,12 @@ def _is_dense(rows: Tensor) -> bool:
 
 
 def _lies_as(one: Tensor, rows: Tensor) -> bool:
-    """Whether two dense ones have the same numbers in the same places."""
+    """Whether it has the same numbers in the same places as rows that are dense."""
     return all(a == b for size, a, b in zip(rows.shape, one.stride(), rows.stride()) if size > 1)
 
 
 def _laid_as(grad: Tensor, rows: Tensor) -> Tensor:
-    return grad if _is_dense(grad) and _lies_as(grad, rows) else torch.empty_like(rows, dtype=grad.dtype).copy_(grad)
+    return grad if _lies_as(grad, rows) else torch.empty_like(rows, dtype=grad.dtype).copy_(grad)
 
 
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:

@@ -37,11 +37,11 @@ def scatter_loaded(optimizer: Optimizer) -> None:
 
 
 def refuse_strange_state(optimizer: Optimizer) -> None:
-    """Of one that keeps numbers of each number of a parameter: what `scatter_loaded` left plain, and has the shape of this process's rows, is of
-    another parameter, or was saved of rows, and would be stepped with as if it were these."""
+    """Of an optimizer that keeps numbers of each number of a parameter. Plain ones that `scatter_loaded` left, of the shape of this process's
+    rows, are of another parameter, or were saved of rows: they would be stepped with as if they were these."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items() if isinstance(parameter, DTensor) else ():
-            if isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor) and value.shape == local(parameter).shape:
+            if type(value) is Tensor and value.ndim and key != "step" and value.shape == local(parameter).shape:
                 raise UnsupportedError(
                     f"{key} of the state of {type(optimizer).__name__} has the shape {tuple(value.shape)}, its parameter "
                     f"{tuple(parameter.shape)}; legal: whole, as autoshard.state_dict(optimizer) has it"
