@@ -239,8 +239,9 @@ class Config:
     def _check_files(self) -> None:
         """That they are there; what is in them is read in the first call."""
         for name, file, written in ("plan", self.plan, "plan --json"), ("cluster", self.cluster, "calibrate"):
-            said = isinstance(file, str | Path) and (name, file) != ("cluster", "auto")
-            if said and not os.path.exists(file):  # noqa: PTH110  # which raises nothing, of a path that is too long either
+            if (name, file) == ("cluster", "auto") or not isinstance(file, str | Path):
+                continue
+            if not os.path.exists(file):  # noqa: PTH110  # which raises nothing, not even of a path that is too long
                 raise ConfigError(f"{name}: {str(file)!r} cannot be read (no such file); legal: one of `autoshard {written}`")
 
     def mesh_axes(self) -> tuple[tuple[str, int], ...] | None:
