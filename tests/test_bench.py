@@ -33,6 +33,16 @@ def test_sends_are_seen_from_issue_to_wait_and_take_no_link_from_each_other() ->
     assert timeline._line(step).flights == ((0.1, 0.9), (0.2, 0.4), (0.3, 0.5), (0.3, 0.8), (0.5, 0.7))
 
 
+def test_asking_for_sends_waits_where_it_takes_longer_than_mostly() -> None:
+    worker = importlib.import_module("timeline_worker")
+    mark = {"ph": "X", "name": worker.MARK, "cat": "user_annotation", "ts": 0, "dur": 1e6}
+    asked = [("c10d::send", 0.1, 0.001), ("c10d::send", 0.2, 0.001), ("c10d::send", 0.3, 0.051), ("c10d::recv_", 0.4, 0.002)]
+    waited = ("_c10d_functional::wait_tensor", 0.25, 0.01)
+    events = [{"ph": "X", "name": name, "ts": start * 1e6, "dur": taken * 1e6} for name, start, taken in (*asked, waited)]
+    (step,) = worker.steps_of({"traceEvents": [mark, *events]})
+    assert [(name, round(start, 6), round(end, 6)) for name, start, end in step["waits"]] == [(waited[0], 0.25, 0.26), ("c10d::send", 0.301, 0.351)]
+
+
 @pytest.mark.parametrize(("exposed", "said"), [(0.23, "+15.0% | holds"), (0.24, "+20.0% | does not hold"), (0.16, "-20.0% | does not hold")])
 def test_a_timeline_says_what_was_seen_of_sends_and_whether_the_claim_holds(exposed: float, said: str) -> None:
     timeline = importlib.import_module("timeline")

@@ -20,6 +20,7 @@ from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.kernels import look_up, seconds
 from autoshard.cost_model.program import Operation
 from autoshard.cost_model.work import Work, flops_of, work_of
+from autoshard.ops.direct import SUM_DIRECT
 
 
 @pytest.mark.parametrize("groups", [1, 8, 64])
@@ -124,6 +125,16 @@ def test_a_copy_costs_more_where_it_turns_what_it_copies(which: str) -> None:
     copy, kind = COPIES[which]
     graph = make_fx(copy, tracing_mode="fake")(torch.ones(2, 3, 4, 5)).graph
     *_, made = (n for n in graph.nodes if n.op == "call_function")
+    assert work_of(Operation(made, "forward", (), ())).kind == kind
+
+
+@pytest.mark.parametrize(("wide", "kind"), [(torch.float32, "pack"), (torch.bfloat16, "pack_cast")])
+def test_what_a_process_adds_up_itself_goes_part_by_part(wide: torch.dtype, kind: str) -> None:
+    graph = torch.fx.Graph()
+    brought, sent = graph.placeholder("brought"), graph.placeholder("sent")
+    brought.meta["val"], sent.meta["val"] = torch.ones(8, dtype=wide), torch.ones(16, dtype=wide)
+    made = graph.call_function(SUM_DIRECT, ([brought], [sent], 2, 2, torch.float32, "0"))
+    made.meta["val"] = torch.ones(8)
     assert work_of(Operation(made, "forward", (), ())).kind == kind
 
 
