@@ -8,6 +8,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -318,6 +319,24 @@ def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str,
     for text in two.run(what_is_said, skipped_by_dynamo, name, how):
         says = "is an LSTM: Dynamo leaves it out of every graph" if name == "lstm" else "never gave it a graph"
         assert says in text
+
+
+def inside_of_another(zero: int, compiler: str) -> str:
+    """What is said of a model that a function calls which another backend compiles."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    compiled = torch.compile(model, backend=autoshard.backend(replace(CONFIG, zero=zero)))
+    compiled(torch.ones(2, 6)).sum().backward()
+    outer = torch.compile(lambda x: compiled(x).square().sum(), backend=compiler)
+    return what_is_said(outer, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", in_full("inductor")])
+def test_a_model_inside_of_what_another_backend_compiles_is_refused(two: Cluster, zero: int, compiler: str) -> None:
+    """Which would take for weights what nobody wrote."""
+    for text in two.run(inside_of_another, zero, compiler):
+        assert "called inside of what torch.compile compiled with another backend" in text
 
 
 def looks_for_what_was_skipped(thaws: bool) -> list[int]:
