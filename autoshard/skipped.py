@@ -73,10 +73,10 @@ def _refuse_skipped(stepped: Collection[int], is_ours: Callable[[Any], bool], ma
                 )
             raise DivergenceError(
                 f"{name} was compiled with autoshard, but torch.compile never gave it a graph, so processes would silently differ. "
-                "Call what torch.compile returned, not the module itself, and not inside of what torch.compile compiled with another backend. Of models of one class Dynamo compiles at most "
-                f"{torch_internals.recompile_limit()} (its recompile_limit, of which it warns), also where the others are gone: call "
-                "torch.compiler.reset() before each further one. What is written in torch.nn and compiled in place it skips: call it from a "
-                "module of your own and compile that"
+                "Call what torch.compile returned, not the module itself, and not inside of what torch.compile compiled with another backend. "
+                f"Of models of one class Dynamo compiles at most {torch_internals.recompile_limit()} (its recompile_limit, of which it warns), "
+                "also where the others are gone: call torch.compiler.reset() before each further one. What is written in torch.nn and compiled "
+                "in place it skips: call it from a module of your own and compile that"
             )
     _warn_of_unserved([backend for _, backend in compiled], made)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import autoshard
-from autoshard import skipped, torch_internals
+from autoshard import torch_internals
 from autoshard.calibration.device import device_here
 from autoshard.cost_model.cluster import Cluster as Machines
 from autoshard.cost_model.hardware import DEVICES
@@ -271,56 +271,6 @@ def test_a_pinned_plan_is_used_or_refused(two: Cluster, world: int, name: str, s
         assert says in text
 
 
-def skipped_by_dynamo(name: str, how: str) -> None:
-    model = {"lstm": lambda: nn.LSTM(6, 6), "sequential": lambda: nn.Sequential(nn.Linear(6, 6))}[name]()
-    model.compile(backend=autoshard.backend(CONFIG))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> Tensor:
-        out = model(torch.ones(2, 6))
-        loss = (out[0] if isinstance(out, tuple) else out).sum()
-        loss.backward()
-        return loss
-
-    if how == "in a closure":
-        optimizer.step(closure)
-        return
-    if how == "behind a step of nothing":
-        optimizer.step()
-    model.requires_grad_(how != "frozen at first")
-    if how in ("behind a step of another", "frozen at first"):
-        other = nn.Linear(6, 6)
-        optimizer.add_param_group({"params": other.parameters()})
-        other(torch.ones(2, 6)).sum().backward()
-        optimizer.step()
-    if how == "added later":
-        optimizer = torch.optim.SGD(nn.Linear(6, 6).parameters(), lr=0.1)
-        sum(p.sum() for p in optimizer.param_groups[0]["params"]).backward()
-        optimizer.step()
-        optimizer.add_param_group({"params": model.parameters()})
-    model.requires_grad_(True)
-    closure()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("lstm", "as ever"),
-        ("sequential", "as ever"),
-        ("sequential", "in a closure"),
-        ("sequential", "behind a step of nothing"),
-        ("sequential", "behind a step of another"),
-        ("sequential", "added later"),
-        ("sequential", "frozen at first"),
-    ],
-)
-def test_a_model_that_dynamo_skips_does_not_train_apart(two: Cluster, name: str, how: str) -> None:
-    for text in two.run(what_is_said, skipped_by_dynamo, name, how):
-        says = "is an LSTM: Dynamo leaves it out of every graph" if name == "lstm" else "never gave it a graph"
-        assert says in text
-
-
 def inside_of_another(zero: int, compiler: str) -> str:
     """What is said of a model that a function calls which another backend compiles."""
     torch.compiler.reset()
@@ -337,30 +287,6 @@ def test_a_model_inside_of_what_another_backend_compiles_is_refused(two: Cluster
     """Which would take for weights what nobody wrote."""
     for text in two.run(inside_of_another, zero, compiler):
         assert "called inside of what torch.compile compiled with another backend" in text
-
-
-def looks_for_what_was_skipped(thaws: bool) -> list[int]:
-    """How many looks each step took. Beside the model the optimizer has a parameter of nobody's, which is frozen."""
-    torch.manual_seed(0)
-    beside = nn.Parameter(torch.ones(2), requires_grad=False)
-    model = nn.Sequential(nn.Linear(6, 6))
-    compiled = torch.compile(model, backend=autoshard.backend(CONFIG))
-    compiled(torch.ones(2, 6)).sum().backward()
-    optimizer = torch.optim.SGD([*model.parameters(), *([beside] if thaws else [])], lr=0.1)
-    found = []
-    for step in range(3):
-        if step:
-            optimizer.zero_grad()
-            compiled(torch.ones(2, 6)).sum().backward()
-        with mock.patch.object(skipped, "_check", wraps=skipped._check) as looks:
-            optimizer.step()
-        found.append(looks.call_count)
-    return found
-
-
-def test_what_was_looked_at_is_not_looked_at_again(two: Cluster) -> None:
-    assert two.run(looks_for_what_was_skipped, False) == [[1, 0, 0]] * 2
-    assert two.run(looks_for_what_was_skipped, True) == [[1, 1, 1]] * 2
 
 
 class Lookup(nn.Module):

@@ -86,45 +86,6 @@ def test_a_model_of_a_later_group_is_not_sharded_over_groups_that_are_gone() -> 
         assert ended.code == 0 and "turn 1" in ended.output, ended.output
 
 
-@pytest.mark.parametrize("how", ["TORCHDYNAMO_DISABLE", "torch._dynamo.config", "disable=True"])
-def test_a_torch_compile_that_compiles_nothing_is_not_silent(how: str) -> None:
-    body = f"""
-    how = {how!r}
-    if how == "TORCHDYNAMO_DISABLE":
-        os.environ[how] = "1"
-    if how == "torch._dynamo.config":
-        torch._dynamo.config.disable = True
-    backend = autoshard.backend(autoshard.Config(verbose=False))
-    again = torch.compile(model, backend=backend, disable=how == "disable=True")
-    again(torch.randn(4, 8)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    """
-    for ended in launch(2, textwrap.dedent(body)):
-        if how == "disable=True":
-            assert ended.code == 0 and "a backend of autoshard has no model: of torch.compile(..., disable=True)" in ended.output
-        else:
-            assert ended.code != 0 and "ConfigError: torch.compile is told to compile nothing" in ended.output
-
-
-def test_a_first_call_that_was_refused_is_no_model_that_got_no_backend() -> None:
-    """Beside it the loop trains another module, whose gradients DDP averages."""
-    body = """
-    refused = torch.compile(torch.nn.Linear(8, 8), backend=autoshard.backend(autoshard.Config(zero=3, memory_budget=64, verbose=False)))
-    try:
-        refused(torch.randn(4, 8))
-    except autoshard.AutoshardError:
-        print("refused")
-    del refused
-    compiled()(torch.randn(4, 8)).sum().backward()
-    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    wrapped(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    """
-    for ended in launch(2, textwrap.dedent(body), timeout=60):
-        assert ended.code == 0 and "refused" in ended.output and "a backend of autoshard has no model" not in ended.output, ended.output
-
-
 def test_a_second_backend_s_config_is_said_to_count_for_nothing() -> None:
     body = """
     for zero in (3, 3, 2):

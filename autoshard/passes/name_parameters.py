@@ -57,8 +57,8 @@ def refuse_direct_uses(parameters: dict[Node, str]) -> None:
     for node, name in parameters.items():
         if not all(graphs.leads_to(user, graphs.UNSHARD) for user in node.users):
             raise UnsupportedError(
-                f"forward uses parameter {name!r} other than through its module (by model.parameters(), or in torch.func.functional_call, say), which is "
-                "not supported; a penalty on weights belongs into the loop or the optimizer's weight_decay, an average of them behind "
+                f"forward uses parameter {name!r} other than through its module (by model.parameters(), or in torch.func.functional_call, say), "
+                "which is not supported; a penalty on weights belongs into the loop or the optimizer's weight_decay, an average of them behind "
                 "its step"
             )
 

@@ -189,7 +189,8 @@ def _outside(module: nn.Module, forward: Callable[..., Any], accumulation: Accum
         "compiled graph. Call what torch.compile returned, or compile in place with model.compile(backend=...); for "
         "generate or evaluation in eager enter `with autoshard.gathered(model):` on all processes. If Dynamo gave up "
         "compiling it (at its recompile_limit, at torch.compiler.disable or set_stance, under a TorchDispatchMode such as FlopCounterMode, at an "
-        "error that forward raises, or at a graph break inside of torch.utils.checkpoint, all of which torch then runs without Dynamo), see TORCH_LOGS=recompiles,graph_breaks"
+        "error that forward raises, or at a graph break inside of torch.utils.checkpoint, all of which torch then runs without Dynamo), see "
+        "TORCH_LOGS=recompiles,graph_breaks"
     )
 
 
