@@ -75,11 +75,11 @@ class _Captured(ThroughDynamo):
 def capture(model: nn.Module, example_inputs: Any, compute: torch.dtype | None = None, open: bool = False) -> Capture:
     """The graph of `model` called on `example_inputs`: a tensor, a tuple of arguments, or a dict of keywords. open: for
     any batch, and any number of tokens, where it lets them be open."""
-    model = torch_internals.original_of(model)
+    model, (args, kwargs) = torch_internals.original_of(model), as_call(example_inputs)
     try:
-        found = capture_call(model, *as_call(example_inputs), compute, open)
+        found = capture_call(model, args, kwargs, compute, open)
         if not open and found.inventory.covered < 1 and torch_internals.graph_break(found.graph) is None:
-            _call_without_values(model, *as_call(example_inputs))
+            _call_without_values(model, args, kwargs)
         return found
     except AutoshardError:
         raise

@@ -16,7 +16,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import FLOATING, dtype_or_own
 from autoshard.errors import ConfigError, nearest
 from autoshard.plan import BUFFERS, COMPRESSIONS, MESH_AXES, OPTIMIZER_STATES, POLICIES, POWERSGD, Plan
-from autoshard.units import parse_bytes
+from autoshard.units import AMOUNTS, parse_bytes
 
 PRECISIONS = ("bf16", "fp16")
 CODEGENS = ("inductor", "triton", "eager")
@@ -163,7 +163,7 @@ class Config:
             if parse_bytes(budget) == 0:
                 raise ConfigError(f"memory_budget: {budget!r} is no memory at all; legal: 1 byte or more, or a share as a float, such as 0.9")
         elif isinstance(budget, bool) or not isinstance(budget, int | float | None):
-            raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; legal: bytes, '72GiB', '80GB', or a share such as 0.9")
+            raise ConfigError(f"memory_budget: {budget!r} is no amount of memory; legal: {AMOUNTS}")
         elif budget is not None and (not budget > 0 or (isinstance(budget, float) and budget > 1)):  # nan is neither
             raise ConfigError(
                 f"memory_budget: {budget!r} is out of range; an int is bytes, a float a share in (0, 1]"

@@ -9,15 +9,13 @@ from autoshard.errors import ConfigError
 _SCALES = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _SCALES |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 _WRITTEN = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+AMOUNTS = "bytes, '72GiB', '80GB', or a share such as 0.9"
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of "72GiB", "80GB", "1.5 GiB", "123456" or "1e9". ConfigError on anything else."""
     if (size := amount_of(text)) is None:
-        raise ConfigError(
-            f"memory_budget: {text!r} is no amount of memory; "
-            "legal: bytes, '72GiB', '80GB', or a share such as 0.9"
-        )
+        raise ConfigError(f"memory_budget: {text!r} is no amount of memory; legal: {AMOUNTS}")
     return size
 
 

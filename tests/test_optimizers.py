@@ -281,25 +281,6 @@ def test_state_that_was_exchanged_in_place_is_stepped(two: Cluster) -> None:
     assert max(two.run(swapped_state)) < 1e-6
 
 
-def state_of_fewer_rows(name: str) -> str:
-    """What is said of state that has as many rows as a process, of a model with half of them."""
-    small, large = nn.Linear(6, 4, bias=False), nn.Linear(6, 8, bias=False)
-    make = autoshard.optim.AdamW if name == "autoshard" else OPTIMIZERS[name]
-    before, optimizer = (make(m.parameters()) for m in (small, large))
-    small(torch.ones(2, 6)).sum().backward()
-    before.step()
-    compiled: Any = torch.compile(large, backend=autoshard.backend(config(3, replicate_below=0)))
-    compiled(torch.ones(2, 6)).sum().backward()
-    optimizer.load_state_dict(before.state_dict())
-    return what_is_said(optimizer.step)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD momentum", "autoshard"])
-def test_state_of_other_rows_is_not_taken_for_a_process_s_own(two: Cluster, name: str) -> None:
-    for text in two.run(state_of_fewer_rows, name):
-        assert "has the shape (4, 6), its parameter (8, 6); legal: whole, as autoshard.state_dict(optimizer) has it" in text
-
-
 # --- optimizers that were there before
 
 

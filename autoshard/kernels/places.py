@@ -13,10 +13,16 @@ import sympy
 from sympy import Expr, Integer, Symbol
 from sympy.printing.codeprinter import PrintMethodNotImplementedError
 from sympy.printing.pycode import PythonCodePrinter
+from torch import Tensor
 
 Index = tuple[Expr, ...]
 Shape = tuple[Expr, ...]
 Sizes = Mapping[Symbol, Expr]  # of each running symbol, up to what it runs
+
+
+def lies(tensor: Tensor, strides: Sequence[Any]) -> bool:
+    """Whether its numbers are where these strides say; that of a dimension of one says nothing."""
+    return all(a == b or n == 1 for a, b, n in zip(tensor.stride(), strides, tensor.shape))
 
 
 class Unsupported(Exception):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard.kernels import source, tuning
 from autoshard.kernels.elementwise import Space, Writer
 from autoshard.kernels.nodes import open_sizes, shape_of, size
-from autoshard.kernels.places import Shape, Unsupported
+from autoshard.kernels.places import Shape, Unsupported, lies
 from autoshard.kernels.primitives import decompositions, name_of
 from autoshard.kernels.tuning import Tile
 
@@ -66,13 +66,9 @@ class Laid:
 
     def holds(self, tensor: Tensor) -> Tensor:
         """The tensor, or a copy that lies as it was traced."""
-        if tensor.stride() == self.strides or _lies(tensor, self.strides):
+        if tensor.stride() == self.strides or lies(tensor, self.strides):
             return tensor
         return self.empty(tensor.device).copy_(tensor)
-
-
-def _lies(tensor: Tensor, strides: Shape) -> bool:
-    return all(a == b or n == 1 for a, b, n in zip(tensor.stride(), strides, tensor.shape))
 
 
 @dataclass(frozen=True)

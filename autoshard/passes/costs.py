@@ -125,14 +125,14 @@ def _is_compressed(plan: Plan, trained: Sequence[ParameterInfo]) -> bool:
 
 
 def _buckets(plan: Plan, reduced: Sequence[ParameterInfo]) -> tuple[int, ...]:
-    """Bytes of the gradients that are reduced together; they come in the reverse of the order of use. Where each process adds up a part
-    of them, the parts are equal."""
+    """Bytes of the gradients that are reduced together; they come in the reverse of the order of use."""
     backwards = list(reversed(reduced))
     runs = wire.runs([p.elements * _computed(plan, p) for p in backwards], plan.bucket)
     return tuple(_bucket(plan, [backwards[i] for i in run]) for run in runs)
 
 
 def _bucket(plan: Plan, run: Sequence[ParameterInfo]) -> int:
+    """Of one. Where each process adds up a part of it, the parts are equal."""
     in_parts = _is_compressed(plan, run) or (plan.direct_sums and plan.world > 2)
     part = (plan.world if in_parts else 1) * max((_travels(plan, p) for p in run), default=1)
     return math.ceil(sum(p.elements * _travels(plan, p) for p in run) / part) * part

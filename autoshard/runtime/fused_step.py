@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from autoshard import torch_internals
 from autoshard.kernels import launcher, multi_tensor, source
 from autoshard.kernels.multi_tensor import Kernel, Tensors
+from autoshard.kernels.places import lies
 from autoshard.kernels.rule import Rule, evaluate
 from autoshard.runtime.counted import Counted
 from autoshard.runtime.dtensors import local
@@ -152,13 +153,8 @@ def _is_dense(rows: Tensor) -> bool:
     return rows.is_contiguous() or rows.permute(sorted(range(rows.dim()), key=rows.stride, reverse=True)).is_contiguous()
 
 
-def _lies_as(one: Tensor, rows: Tensor) -> bool:
-    """Whether it has the same numbers in the same places as rows that are dense."""
-    return all(a == b for size, a, b in zip(rows.shape, one.stride(), rows.stride()) if size > 1)
-
-
 def _laid_as(grad: Tensor, rows: Tensor) -> Tensor:
-    return grad if _lies_as(grad, rows) else torch.empty_like(rows, dtype=grad.dtype).copy_(grad)
+    return grad if lies(grad, rows.stride()) else torch.empty_like(rows, dtype=grad.dtype).copy_(grad)
 
 
 def _unfit(parameter: nn.Parameter, state: Mapping[str, Any], mastered: bool) -> str:
@@ -292,7 +288,7 @@ def _launches(optimizer: Optimizer, family: Family, stepped: Stepped) -> list[La
 def _lay_out(state: dict[str, Any], parameter: nn.Parameter, keys: Iterable[str]) -> None:
     """As the parameter lies, which what was loaded from a file may not."""
     for key in keys:
-        if key != "step" and (value := state.get(key)) is not None and not _lies_as(local(value), local(parameter)):
+        if key != "step" and (value := state.get(key)) is not None and not lies(local(value), local(parameter).stride()):
             state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
