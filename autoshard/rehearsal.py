@@ -371,7 +371,7 @@ def groups_of(plan: Plan, cluster: Cluster) -> dict[str, Group]:
 
 def rows_of(shape: Sequence[int], group: ParameterGroup, plan: Plan) -> tuple[int, ...]:
     """What rank 0, which has the most, holds of a parameter of this shape."""
-    return layout_of(group, plan, NAME_OF_AXES).with_chunk(tuple(shape)) if shape else ()
+    return layout_of(group, plan, NAME_OF_AXES).cutting(shape).with_chunk(tuple(shape)) if shape else ()
 
 
 def _input(captured: Capture, position: int, plan: Plan) -> Any:

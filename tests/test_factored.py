@@ -208,16 +208,18 @@ def test_bad_input_is_named() -> None:
 
 
 class Many(nn.Module):
-    """Matrices wide and high, a stack of kernels, vectors; more processes than rows."""
+    """Matrices wide and high, a stack of kernels, experts that are cut along their rows, vectors; more processes than rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.thin, self.last = nn.Linear(8, 7), nn.Linear(7, 1), nn.Linear(1, 5)
         self.kernels = nn.Conv1d(1, 3, 2)
+        self.expert, self.experts = nn.Parameter(torch.randn(1, 17, 128)), nn.Parameter(torch.randn(2, 5, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.last(self.thin(torch.tanh(self.first(x))))
-        return torch.tanh(self.kernels(y.unsqueeze(-2))).pow(2).mean()
+        z = torch.tanh(x @ self.experts.mT).pow(2).mean() + (x @ self.expert[..., :8].mT + self.expert.mean()).pow(2).mean()
+        return torch.tanh(self.kernels(y.unsqueeze(-2))).pow(2).mean() + z
 
 
 def trained(zero: int, begun: bool, by_kernels: bool = False, kind: Any = autoshard.optim.Adafactor) -> Distance:

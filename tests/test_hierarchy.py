@@ -36,18 +36,19 @@ from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, 
 TWO_BY_TWO = Machines(2, 2, DEVICES["cpu"])
 
 _nodes = st.tuples(st.integers(2, 3), st.integers(2, 3))  # how many, and processes of each
-_shapes = st.lists(st.tuples(st.integers(0, 13), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
-Shapes = tuple[tuple[int, int], ...]
+_shapes = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
+_dims = st.integers(0, 1)
+Shapes = tuple[tuple[int, ...], ...]
 
 
-def _layout(nodes: int, node: int, message: int, apart: int = 0) -> Layout:
+def _layout(nodes: int, node: int, message: int, dim: int, apart: int = 0) -> Layout:
     size = nodes * node
-    return Layout("all", size, (), "", size, message=message, apart=apart, node=node, inside="in", across="out")
+    return Layout("all", size, (), "", size, message=message, apart=apart, node=node, inside="in", across="out", dim=dim)
 
 
-def _rows(whole: Tensor, size: int) -> list[Tensor]:
-    chunks = list(whole.chunk(size))
-    return chunks + [whole[:0]] * (size - len(chunks))
+def _rows(whole: Tensor, size: int, dim: int) -> list[Tensor]:
+    chunks = list(whole.chunk(size, dim))
+    return chunks + [whole.narrow(dim, 0, 0)] * (size - len(chunks))
 
 
 def _gather(rows: list[list[Tensor]], shapes: Shapes, layout: Layout, ranks: list[int]) -> list[Tensor]:
@@ -56,12 +57,12 @@ def _gather(rows: list[list[Tensor]], shapes: Shapes, layout: Layout, ranks: lis
     return packing.unpack_full([torch.cat(parts) for parts in zip(*sent)], shapes, layout)
 
 
-@given(_nodes, _shapes, st.integers(0, 400), st.integers(0, 100))
-def test_two_gathers_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int, apart: int) -> None:
+@given(_nodes, _shapes, st.integers(0, 400), st.integers(0, 100), _dims)
+def test_two_gathers_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int, apart: int, dim: int) -> None:
     count, node = nodes
-    across, inside = _layout(count, node, message, apart).levels()
+    across, inside = _layout(count, node, message, dim, apart).levels()
     whole = [torch.randn(s) for s in shapes]
-    rows = [_rows(w, count * node) for w in whole]
+    rows = [_rows(w, count * node, dim) for w in whole]
     between = tuple(inside.with_chunk(s) for s in shapes)
     by_place = [_gather(rows, between, across, [place + node * n for n in range(count)]) for place in range(node)]
     found = _gather([list(parts) for parts in zip(*by_place)], shapes, inside, list(range(node)))
@@ -75,12 +76,12 @@ def _reduce(grads: list[list[Tensor]], shapes: list[tuple[int, ...]], layout: La
     return wire.unpack_shards(flat, shapes, wire.shapes_of(grads[0]), torch.float32, layout)
 
 
-@given(_nodes, _shapes, st.integers(0, 400))
-def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int) -> None:
+@given(_nodes, _shapes, st.integers(0, 400), _dims)
+def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shapes, message: int, dim: int) -> None:
     count, node = nodes
-    across, inside = _layout(count, node, message).levels()
+    across, inside = _layout(count, node, message, dim).levels()
     grads = [[torch.randn(s) for s in shapes] for _ in range(count * node)]
-    wanted = [_rows(torch.stack(gs).mean(0), count * node) for gs in zip(*grads)]
+    wanted = [_rows(torch.stack(gs).mean(0), count * node, dim) for gs in zip(*grads)]
     between = [inside.with_chunk(s) for s in shapes]
     for rank in range(count * node):
         of_nodes = [_reduce(grads[n * node : n * node + node], between, inside, rank % node) for n in range(count)]
@@ -90,7 +91,7 @@ def test_two_reductions_make_what_one_does(nodes: tuple[int, int], shapes: Shape
 
 
 def test_layouts_of_levels_are_text_too() -> None:
-    layout = _layout(2, 4, 1 << 20, 1 << 10)
+    layout = _layout(2, 4, 1 << 20, 1, 1 << 10)
     for one in (layout, *layout.levels()):
         assert Layout.parse(str(one)) == one
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard.ops import packing, wire
-from autoshard.ops.layout import Layout
+from autoshard.ops.layout import MUCH, Layout
 from autoshard.plan import REDUCTIONS
 from autoshard.torch_internals import FakeTensorMode
 from tests.small import same
+
+Shapes = tuple[tuple[int, ...], ...]
 
 _DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
 
@@ -34,7 +37,28 @@ def layouts(draw: st.DrawFn) -> Layout:
     made = Layout("0", size, owners, replicas, size, draw(_DTYPES), draw(_DTYPES), reduction, compress, draw(st.booleans()), draw(st.integers(0, 99)))
     turns = draw(st.integers(1, 3))
     made = replace(made, apart=draw(st.integers(0, 99)), turns=turns, message=0 if turns > 1 else made.message)
-    return replace(made, direct_sums=draw(st.booleans()))
+    return replace(made, direct_sums=draw(st.booleans()), dim=draw(st.integers(0, 2)))
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=4).map(tuple), st.integers(1, 300))
+def test_a_parameter_is_cut_where_that_takes_little_padding(shape: tuple[int, ...], size: int) -> None:
+    """Never along the rows of matrices, and along the first dimension unless processes have much more than their share of it."""
+    layout = Layout("0", size, (), "", size).cutting(shape)
+    of_each = [math.prod(replace(layout, dim=dim).with_chunk(shape)) for dim in range(max(1, len(shape) - 1))]
+    assert layout.dim < len(of_each)
+    if layout.dim:
+        assert size * of_each[0] >= MUCH * math.prod(shape) and of_each[layout.dim] == min(of_each) < of_each[0]
+    elif len(shape) > 2:
+        assert of_each[0] * size < MUCH * math.prod(shape) or of_each[0] == min(of_each)
+
+
+@pytest.mark.parametrize(("shape", "size", "dim"), [
+    ((8, 28672, 4096), 8, 0), ((8, 28672, 4096), 64, 1), ((60, 2816, 2048), 64, 0), ((9, 64, 64), 8, 1), ((8, 4096), 64, 0), ((8,), 64, 0),
+    ((64, 3, 7, 7), 128, 0), ((64, 256, 3, 3), 128, 1), ((1, 197, 768), 8, 1), ((1, 1, 768), 8, 0),
+])
+def test_what_has_few_rows_is_cut_along_another_dimension(shape: tuple[int, ...], size: int, dim: int) -> None:
+    assert Layout("0", size, (), "", size).cutting(shape).dim == dim
+    assert Layout("", 1, (), "0", size).cutting(shape).dim == 0, "it is whole"
 
 
 @given(layouts())
@@ -44,13 +68,13 @@ def test_text_and_layout_are_inverse(layout: Layout) -> None:
 
 def _rows(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Each process's rows, as DTensor cuts them; nothing where a process holds none."""
-    chunks = list(full.chunk(len(layout.holders)))
-    chunks += [full[:0]] * (len(layout.holders) - len(chunks))
+    chunks, nothing = list(full.chunk(len(layout.holders), layout.dim)), full.narrow(layout.dim, 0, 0)
+    chunks += [nothing] * (len(layout.holders) - len(chunks))
     by_owner = dict(zip(layout.holders, chunks))
-    return [by_owner.get(r, full[:0]) for r in range(layout.size)]
+    return [by_owner.get(r, nothing) for r in range(layout.size)]
 
 
-_shapes = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
+_shapes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=3).map(tuple)
 
 
 _messages = st.integers(0, 40)  # bytes
@@ -58,7 +82,7 @@ _messages = st.integers(0, 40)  # bytes
 
 def _plain(layout: Layout, message: int) -> Layout:
     """The same processes, and nothing that changes numbers."""
-    return Layout("0", layout.size, layout.owners, "", layout.size, message=message)
+    return Layout("0", layout.size, layout.owners, "", layout.size, message=message, dim=layout.dim)
 
 
 def _as_gathered(sent: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -67,7 +91,7 @@ def _as_gathered(sent: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 @given(layouts(), _shapes, _messages)
-def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple[int, int], ...], message: int) -> None:
+def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: Shapes, message: int) -> None:
     layout = _plain(layout, message)
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
@@ -78,7 +102,7 @@ def test_a_gather_gives_back_every_parameter(layout: Layout, shapes: tuple[tuple
 
 @given(layouts(), _shapes, _messages, st.integers(0, 60))
 def test_what_is_gathered_apart_is_used_where_it_arrives(
-    layout: Layout, shapes: tuple[tuple[int, int], ...], message: int, least: int
+    layout: Layout, shapes: Shapes, message: int, least: int
 ) -> None:
     layout = replace(_plain(layout, message), apart=least)
     full = [torch.randn(s) for s in shapes]
@@ -93,7 +117,7 @@ def test_what_is_gathered_apart_is_used_where_it_arrives(
 
 @given(layouts(), _shapes, _messages)
 def test_a_reduction_gives_each_process_its_rows_of_the_mean(
-    layout: Layout, shapes: tuple[tuple[int, int], ...], message: int
+    layout: Layout, shapes: Shapes, message: int
 ) -> None:
     layout = _plain(layout, message)
     grads = [[torch.randn(s) for s in shapes] for _ in range(layout.size)]
@@ -133,7 +157,7 @@ def test_messages_carry_all_elements_once_and_no_more_than_may_be(sizes: tuple[i
 
 @given(layouts(), _shapes, _messages, st.sampled_from([torch.float32, torch.float16]))
 def test_what_graphs_do_is_what_the_wire_says(
-    layout: Layout, shapes: tuple[tuple[int, int], ...], message: int, own: torch.dtype
+    layout: Layout, shapes: Shapes, message: int, own: torch.dtype
 ) -> None:
     """Operators or views: the same numbers, and what a trace is told of them."""
     layout = replace(layout, message=message if layout.turns == 1 else 0)

@@ -18,6 +18,7 @@ from autoshard.dtypes import dtype_or_own, name_of_dtype
 from autoshard.plan import ParameterGroup, Plan
 
 INSIDE, ACROSS = "inside", "across"  # the two axes of nodes of processes
+MUCH = 1.5  # times its numbers, with padding
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Layout:
     direct_sums: as in `Plan`, of the sums over `replicas`.
     low_rank: how many columns the matrices have that travel in the place of its gradient; 0: that itself travels.
     turns: how many chunks a process of `group` has of a parameter: those whose number is its own, and every `size`-th behind.
+    dim: along which dimension a parameter is cut; its rows are all that has one index there. See `dimension_of`.
     """
 
     group: str
@@ -58,6 +60,7 @@ class Layout:
     turns: int = 1
     low_rank: int = 0
     direct_sums: bool = False
+    dim: int = 0
 
     @property
     def sharded(self) -> bool:
@@ -91,8 +94,9 @@ class Layout:
         return self.compress or self.reduce or dtype
 
     def most(self, dtype: torch.dtype) -> int:
-        """Elements of one process that go in one collective; 0: all."""
-        return max(1, self.message // (self.size * dtype.itemsize)) if self.message and self.sharded else 0
+        """Elements of one process that go in one collective; 0: all. What does not lie by rank in long runs is not cut."""
+        cut = self.message and self.sharded and not self.dim
+        return max(1, self.message // (self.size * dtype.itemsize)) if cut else 0
 
     def chunk_rows(self, rows: int) -> int:
         """Rows in a full shard; as torch.chunk, the last shards may be shorter or empty."""
@@ -100,7 +104,12 @@ class Layout:
 
     def with_chunk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a padded shard of a parameter of this full shape."""
-        return (self.chunk_rows(shape[0]), *shape[1:])
+        return (*shape[: self.dim], self.chunk_rows(shape[self.dim]), *shape[self.dim + 1 :])
+
+    def cutting(self, shape: Sequence[int]) -> Layout:
+        """That of a parameter of this full shape."""
+        dim = dimension_of(shape, len(self.holders)) if self.sharded else 0
+        return replace(self, dim=dim) if dim else self
 
     def of(self, dtype: torch.dtype) -> Layout:
         """That of a parameter of this dtype: what is complex or whole numbers is gathered and reduced as it is."""
@@ -135,6 +144,7 @@ class Layout:
             "turns": self.turns if self.turns > 1 else "",
             "low_rank": self.low_rank or "",
             "direct_sums": self.direct_sums or "",
+            "dim": self.dim or "",
         }
         return " ".join(f"{key}={value}" for key, value in fields.items() if value != "")
 
@@ -163,7 +173,15 @@ class Layout:
             turns=int(fields.get("turns", 1)),
             low_rank=int(fields.get("low_rank", 0)),
             direct_sums="direct_sums" in fields,
+            dim=int(fields.get("dim", 0)),
         )
+
+
+def dimension_of(shape: Sequence[int], size: int) -> int:
+    """Along which dimension a parameter of this shape is cut for so many processes: the first, unless what is padded then is much, as of
+    a few experts that are one parameter; then the one that takes the least. Rows of matrices stay whole."""
+    padded = [math.ceil(n / size) * size / max(n, 1) for n in shape[: max(1, len(shape) - 1)]]
+    return padded.index(min(padded)) if len(shape) > 2 and padded[0] >= MUCH else 0
 
 
 def goes_low_rank(shape: Sequence[int], rank: int) -> bool:
@@ -211,4 +229,4 @@ def layout_of_parameter(
     """How one parameter of a group travels, and its gradient. That of one that is frozen, which may be trained later, goes whole, and what
     is complex does."""
     thinned = shape if trained and dtype.is_floating_point else ()
-    return layout_of(group, plan, name_of, thinned).of(dtype)
+    return layout_of(group, plan, name_of, thinned).of(dtype).cutting(shape)

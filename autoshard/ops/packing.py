@@ -92,9 +92,10 @@ def run_pack_shards(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequ
 
 def run_gather_packed(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str) -> Tensor:
     """`run_gather` of what these shards make in one flat tensor."""
-    (piece,) = wire.cut(wire.counts(wire.split_shapes(shapes, ndims), Layout.parse(layout)), 0)
-    whole = _gathered_like(shards, shapes, ndims, layout, size, group)
-    return gather_of(lambda own: wire.pack_piece(shards, piece, own), whole, size, group)
+    full, spec = wire.split_shapes(shapes, ndims), Layout.parse(layout)
+    (piece,) = wire.cut(wire.counts(full, spec), 0)
+    whole, rows = _gathered_like(shards, shapes, ndims, layout, size, group), wire.flat_rows(shards, full, spec)
+    return gather_of(lambda own: wire.pack_piece(rows, piece, own), whole, size, group)
 
 
 def _gathered_like(shards: Sequence[Tensor], shapes: Sequence[int], ndims: Sequence[int], layout: str, size: int, group: str) -> Tensor:

@@ -1,7 +1,8 @@
 """How shards and gradients lie in the flat tensors that travel: plain tensor functions, no communication.
 
 A flat tensor has a row for each process of the group, and in it that process's rows of every parameter, padded to a chunk. Where
-the plan cuts messages there are several, each with a part of every process's elements.
+the plan cuts messages there are several, each with a part of every process's elements. What is cut along another dimension than the
+first (`Layout.dim`) is a stack of tensors of which each process has a chunk, one after the other.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def counts(full: tuple[Shape, ...], layout: Layout) -> tuple[int, ...]:
 
 def is_even(full: Shape, layout: Layout) -> bool:
     """True if all processes of the group hold as many rows of this full shape."""
-    return not layout.sharded or (not layout.owners and full[0] % (layout.size * layout.turns) == 0)
+    return not layout.sharded or (not layout.owners and full[layout.dim] % (layout.size * layout.turns) == 0)
 
 
 def lies_by_rank(full: Shape, layout: Layout) -> bool:
     """Whether what is whole, of this shape, has one process's rows after the other's, as many of each: as they travel."""
-    return layout.turns == 1 and is_even(full, layout)
+    return layout.turns == 1 and not layout.dim and is_even(full, layout)
 
 
 @functools.cache
@@ -123,13 +124,22 @@ def lengths(piece: Piece) -> list[int]:
 def pack_shards(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """The flat tensors that this process sends to gathers: its padded shards, one after the other."""
     dtype = layout.compute or shards[0].dtype
-    pieces = cut(counts(full, layout), layout.most(dtype))
-    return [pack_piece(shards, piece, shards[0].new_empty(sum(lengths(piece)), dtype=dtype)) for piece in pieces]
+    pieces, rows = cut(counts(full, layout), layout.most(dtype)), flat_rows(shards, full, layout)
+    return [pack_piece(rows, piece, shards[0].new_empty(sum(lengths(piece)), dtype=dtype)) for piece in pieces]
 
 
-def pack_piece(shards: Sequence[Tensor], piece: Piece, flat: Tensor) -> Tensor:
-    """One of them, put into `flat`."""
-    parts = [part for i, begin, end in piece for part in _padded(shards[i].reshape(-1), begin, end)]
+def flat_rows(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
+    """Shards as they are packed: what is missing at their end `pack_piece` pads, but not what is missing in each tensor of a stack."""
+    if not layout.dim:
+        return [shard.reshape(-1) for shard in shards]
+    missing = [layout.with_chunk(shape)[layout.dim] - shard.shape[layout.dim] for shape, shard in zip(full, shards)]
+    behind = [(0, 0) * (shard.dim() - layout.dim - 1) for shard in shards]
+    return [torch.constant_pad_nd(s, [*at, 0, n]).reshape(-1) if n else s.reshape(-1) for s, n, at in zip(shards, missing, behind)]
+
+
+def pack_piece(rows: Sequence[Tensor], piece: Piece, flat: Tensor) -> Tensor:
+    """One of them, of flat shards, put into `flat`."""
+    parts = [part for i, begin, end in piece for part in _padded(rows[i], begin, end)]
     return torch.cat(parts, out=flat)
 
 
@@ -157,16 +167,19 @@ def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Lay
 def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
     """The elements of `whole` that each process holds, `size` of them at most, from `begin` on, beside their place in (processes,
     elements of a piece)."""
-    chunk, step = size // layout.turns, len(layout.holders)
+    stack = math.prod(whole.shape[: layout.dim])
+    blocks, step = stack * layout.turns, len(layout.holders)
     if is_even(tuple(whole.shape), layout):
-        each = by_rank.shape[1] // layout.turns
-        parts = by_rank.unflatten(1, (layout.turns, each))
-        return [(whole.view(layout.turns, step, chunk)[..., begin : begin + each], parts.transpose(0, 1))]
-    chunks = whole.reshape(-1).split(chunk) if whole.numel() else ()
+        each = by_rank.shape[1] // blocks if blocks else 0
+        parts = by_rank.unflatten(1, (blocks, each))
+        return [(whole.view(blocks, step, size // max(blocks, 1))[..., begin : begin + each], parts.transpose(0, 1))]
+    chunk = size // max(blocks, 1)
+    chunks = whole.reshape(stack, -1).split(chunk, 1) if whole.numel() else ()
     found = []
     for i, part in enumerate(chunks):
-        there, at = part[begin : begin + by_rank.shape[1]], i // step * chunk
-        found.append((there, by_rank[layout.holders[i % step], at : at + there.numel()]))
+        there, at = part[:, begin : begin + by_rank.shape[1]], i // step * chunk
+        of_holder = by_rank[layout.holders[i % step]].view(stack, -1)
+        found.append((there, of_holder[:, at : at + there.shape[1]]))
     return found
 
 
@@ -232,9 +245,10 @@ def unpack_shards(
     """This process's gradient shards from what a reduction brought."""
     if not layout.sharded:
         return [t.to(dtype) for t in split_like(flat, full)]
-    chunks = [layout.with_chunk(shape) for shape in full]
-    pieces = split_like(flat, chunks)
-    return [
-        piece[: shard[0]].to(dtype) if shard[0] < piece.shape[0] else piece.to(dtype)
-        for piece, shard in zip(pieces, shards)
-    ]
+    pieces = split_like(flat, [layout.with_chunk(shape) for shape in full])
+    return [piece.to(dtype) if piece.shape == shard else _without_padding(piece, shard, layout.dim).to(dtype) for piece, shard in zip(pieces, shards)]
+
+
+def _without_padding(piece: Tensor, shard: Shape, dim: int) -> Tensor:
+    """What a process has of a padded piece."""
+    return piece.narrow(dim, 0, shard[dim]).contiguous()

@@ -11,7 +11,7 @@ from autoshard.cost_model import step
 from autoshard.dtypes import dtype_named
 from autoshard.inventory import Inventory, ParameterInfo, floating, is_trained
 from autoshard.ops import wire
-from autoshard.ops.layout import Layout, goes_low_rank, layout_of, thin
+from autoshard.ops.layout import Layout, dimension_of, goes_low_rank, layout_of, thin
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.ops.sparse import message_bytes
 from autoshard.plan import ParameterGroup, Plan
@@ -72,14 +72,14 @@ def whole_bytes(plan: Plan, p: ParameterInfo) -> tuple[int, int]:
 
 def scarce_rows(plan: Plan, inventory: Inventory) -> str:
     """What is to be said where half as much again travels, or more, because parameters have fewer rows than processes share; ""
-    elsewhere. So are experts that are the rows of one parameter."""
-    few = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1 and p.shape[0] < plan.shard_size]
+    elsewhere."""
+    few = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1 and _rows(p, plan) < plan.shard_size]
     costs = [cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1] if few else []
     brought, whole = sum(cost.brought for cost in costs), sum(cost.whole for cost in costs)
     if not few or brought < SCARCE * whole:
         return ""
-    worst = max(few, key=lambda p: (plan.shard_size - p.shape[0]) * math.prod(p.shape[1:]))
-    rows, shard = worst.shape[0], math.gcd(worst.shape[0], plan.world)
+    worst = max(few, key=lambda p: (plan.shard_size - _rows(p, plan)) * p.elements / max(_rows(p, plan), 1))
+    rows, shard = _rows(worst, plan), math.gcd(_rows(worst, plan), plan.world)
     mesh = f"; with mesh={{'replicate': {plan.world // shard}, 'shard': {shard}}} it is cut evenly" if shard > 1 else ""
     return (
         f"{worst.name} has {counted(rows, 'row', 'rows')} for {plan.shard_size} processes: {plan.shard_size - rows} hold none of it, and "
@@ -89,18 +89,23 @@ def scarce_rows(plan: Plan, inventory: Inventory) -> str:
 
 def all_rows_apart(plan: Plan, inventory: Inventory) -> str:
     """What is to be said where most bytes are of parameters with no more rows than processes share: no more of these can have some of
-    them. So are experts that are the rows of one parameter."""
+    them."""
     shared = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1]
-    few = [p for p in shared if p.shape[0] <= plan.shard_size]
+    few = [p for p in shared if _rows(p, plan) <= plan.shard_size]
     if not few or 2 * sum(p.elements for p in few) < sum(p.elements for p in shared):
         return ""
     most = max(few, key=lambda p: p.elements)
-    return f"{most.name} has {counted(most.shape[0], 'row', 'rows')}, which as many processes share already"
+    return f"{most.name} has {counted(_rows(most, plan), 'row', 'rows')}, which as many processes share already"
+
+
+def _rows(p: ParameterInfo, plan: Plan) -> int:
+    """How many it has to be shared: along the dimension in which it is cut."""
+    return p.shape[dimension_of(p.shape, plan.shard_size)]
 
 
 def _padded(p: ParameterInfo, layout: Layout) -> int:
     """Elements of all processes, if each had as many as the one that has the most: so they travel."""
-    return layout.size * math.prod(layout.with_chunk(p.shape)) if layout.sharded else p.elements
+    return layout.size * math.prod(layout.cutting(p.shape).with_chunk(p.shape)) if layout.sharded else p.elements
 
 
 def _computed(plan: Plan, p: ParameterInfo) -> int:
@@ -142,9 +147,10 @@ def _apart(plan: Plan, layout: Layout, infos: Sequence[ParameterInfo]) -> tuple[
     """Bytes of each parameter that is gathered by itself, though it is not the only one."""
     if not layout.apart or len(infos) < 2:
         return ()
+    infos = [p for p in infos if not layout.cutting(p.shape).dim]
     shapes = tuple(p.shape for p in infos)
     if layout.node:
         layout, inside = layout.levels()
         shapes = tuple(inside.with_chunk(shape) for shape in shapes)
-    found = wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype))
+    found = wire.apart(shapes, layout, layout.compute or getattr(torch, infos[0].dtype)) if infos else ()
     return tuple(infos[i].elements * _computed(plan, infos[i]) for i in found)

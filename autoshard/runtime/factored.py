@@ -54,7 +54,7 @@ class Factors:
     @property
     def across(self) -> bool:
         """Whether a column is on several processes."""
-        return self.parameter.ndim == 2
+        return _across(self.parameter)
 
     def rows(self) -> Tensor:
         """This process's, as they are computed with."""
@@ -67,13 +67,13 @@ class Factors:
         return -grad if self.options["maximize"] else grad
 
     def sums(self) -> Tensor:
-        """What of the first half of the step is a sum over processes: [1 + (1 + columns)], float64. In the kernels' order, as
+        """What of the first half of the step is a sum over processes: [1 + matrices * (1 + columns)], float64. In the kernels' order, as
         another process may have them."""
         parts = [_square(self.rows())]
         if self.factored and self.across:
             squares = self.gradient().square()
             rows = self._next("row_var", squares.mean(-1, keepdim=True))
-            parts += [rows.sum().double().reshape(1), squares.sum(-2).double().reshape(-1)]
+            parts += [rows.sum((-2, -1)).double().reshape(-1), squares.sum(-2).double().reshape(-1)]
         return torch.cat(parts)
 
     def advance(self, sums: Tensor) -> None:
@@ -85,7 +85,7 @@ class Factors:
         self._put("row_var", self._next("row_var", squares.mean(-1, keepdim=True)))
         columns = squares.mean(-2, keepdim=True)
         if self.across:
-            columns = (sums[2:] / self.parameter.shape[-2]).reshape(1, -1).to(self.precise)
+            columns = (sums[1 + self._stack.numel() :] / self.parameter.shape[-2]).reshape(columns.shape).to(self.precise)
         self._put("col_var", self._next("col_var", columns))
 
     def update(self, sums: Tensor) -> Tensor:
@@ -93,11 +93,21 @@ class Factors:
         eps = self.numbers.eps
         if self.factored:
             rows, columns = (local(self.state[key]).to(self.precise) for key in ("row_var", "col_var"))
-            over = (sums[1:2] / self.parameter.shape[-2]).to(self.precise) if self.across else rows.mean(-2, keepdim=True)
+            over = self._mean_of_rows(sums) if self.across else rows.mean(-2, keepdim=True)
             variance = (rows @ columns).div_(over.clamp(min=eps))
         else:
             variance = local(self.state["variance"]).to(self.precise, copy=True)
         return variance.clamp_(min=eps * eps).rsqrt_().mul_(self.gradient())  # type: ignore[no-any-return]
+
+    def _mean_of_rows(self, sums: Tensor) -> Tensor:
+        """Of each matrix, what all means over its rows come to."""
+        whole = sums[1 : 1 + self._stack.numel()] / self.parameter.shape[-2]
+        return whole.reshape(*self._stack, 1, 1).to(self.precise)
+
+    @property
+    def _stack(self) -> torch.Size:
+        """Of how many matrices it is made."""
+        return self.parameter.shape[:-2]
 
     def write(self, sums: Tensor, square: Tensor) -> None:
         """Steps the parameter. square: [1], of the norm of the whole update."""
@@ -271,10 +281,21 @@ def unfit(parameter: Tensor) -> str:
     """Why a parameter cannot be stepped; "" if it can."""
     if not parameter.is_floating_point() or parameter.is_sparse or (parameter.grad is not None and parameter.grad.is_sparse):
         return f"a parameter of shape {tuple(parameter.shape)} that is, or whose gradient is, not dense and real"
-    if isinstance(parameter, DTensor) and not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
+    if isinstance(parameter, DTensor) and not all(p.is_replicate() or _by_rows(p, parameter.ndim) for p in parameter.placements):
         return f"a parameter of shape {tuple(parameter.shape)} that lies as {parameter.placements}; legal: whole, or sharded by rows"
     ours, its = (getattr(t, "placements", None) for t in (parameter, parameter.grad))
     return "" if ours == its else f"a parameter of shape {tuple(parameter.shape)} that lies as {ours} and its gradient as {its}"
+
+
+def _by_rows(placement: Placement, ndim: int) -> bool:
+    """Whether rows of matrices are on one process each."""
+    return any(placement.is_shard(dim) for dim in range(max(1, ndim - 1)))
+
+
+def _across(parameter: Tensor) -> bool:
+    """Whether columns of matrices are on several processes; one matrix's are said to be, wherever they are."""
+    lies = parameter.placements if isinstance(parameter, DTensor) else ()
+    return parameter.ndim == 2 or (parameter.ndim > 2 and any(p.is_shard(parameter.ndim - 2) for p in lies))
 
 
 def _over_processes(entries: Sequence[Factors], parts: Sequence[Tensor]) -> list[Tensor]:
@@ -306,10 +327,10 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]
 
 
 def _lies(parameter: Tensor, key: str) -> tuple[Placement, ...]:
-    """A matrix's columns are whole everywhere; everything else lies as the parameter does."""
+    """Means over columns that are on several processes are whole everywhere; everything else lies as the parameter does."""
     if not isinstance(parameter, DTensor):
         return ()
-    whole = key == "col_var" and parameter.ndim == 2
+    whole = key == "col_var" and _across(parameter)
     return tuple(Replicate() if whole else p for p in parameter.placements)
 
 
@@ -318,8 +339,9 @@ def _zeros(parameter: Tensor, shape: tuple[int, ...], lies: tuple[Placement, ...
         return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
     rows = parameter.to_local()
-    held = shape if all(p.is_replicate() for p in lies) else (rows.shape[0], *shape[1:])
-    return dtensor_of(torch.zeros(held, dtype=rows.dtype, device=rows.device), whole, parameter.device_mesh, lies)
+    if not all(p.is_replicate() for p in lies):
+        shape = tuple(here if n == all_of_it else n for n, all_of_it, here in zip(shape, parameter.shape, rows.shape))
+    return dtensor_of(torch.zeros(shape, dtype=rows.dtype, device=rows.device), whole, parameter.device_mesh, lies)
 
 
 def _placed(value: Tensor, parameter: Tensor, lies: tuple[Placement, ...]) -> Tensor:

@@ -116,12 +116,13 @@ def is_part(grad: Tensor) -> bool:
 
 def _as_part(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     """A reduced gradient as one process's part of a mean: no communication, zero where the rows are others'."""
-    if not isinstance(grad, DTensor) or Shard(0) not in grad.placements:
+    cut = [(axis, at.dim) for axis, at in enumerate(grad.placements) if isinstance(at, Shard)] if isinstance(grad, DTensor) else []
+    if not isinstance(grad, DTensor) or not cut:
         whole: Tensor = local(grad)
         return whole
-    axis = grad.placements.index(Shard(0))
+    ((axis, dim),) = cut
     whole = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    pieces = whole.chunk(grad.device_mesh.size(axis))
+    pieces = whole.chunk(grad.device_mesh.size(axis), dim)
     at = grad.device_mesh.get_local_rank(axis)
     if at < len(pieces):
         pieces[at].copy_(grad.to_local() * mesh["shard"].size())

@@ -67,7 +67,8 @@ class Sharder:
         planned: dict[nn.Module, list[object]] = defaultdict(list)
         for parameter, name, where in parameters:
             group = self.plan.group_of[name]
-            new, layout = self._place(parameter, group), self.layout(group, parameter)
+            layout = self.layout(group, parameter)
+            new = self._place(parameter, group, layout.dim)
             for place in where:
                 place.module._parameters[place.attribute] = new
                 shown[place.module][place.attribute] = str(layout)
@@ -78,7 +79,7 @@ class Sharder:
                 retire(parameter)
             self._hold(group, new, where)
             _remember(layout, name, new, where)
-            self._stand_in(group, new, where)
+            self._stand_in(group, new, where, layout.dim)
         self._replicate_buffers()
         compute = dtype_or_own(self.plan.compute)
         for module, layouts in shown.items():
@@ -105,37 +106,37 @@ class Sharder:
         return self.mesh.get_group(axis).group_name
 
     @naming_lost_peers
-    def _place(self, parameter: nn.Parameter, group: ParameterGroup) -> nn.Parameter:
+    def _place(self, parameter: nn.Parameter, group: ParameterGroup, dim: int) -> nn.Parameter:
         if not self.plan.sharded:
             take_rank_0_s(parameter)
             return parameter
         if parameter.dtype not in wire.TAKEN:  # whole, then, and sent by its bytes
             take_rank_0_s(parameter)
-            local = distribute_tensor(parameter.data, self.mesh, self._placements(group), src_data_rank=None)
+            local = distribute_tensor(parameter.data, self.mesh, self._placements(group, dim), src_data_rank=None)
         elif group.ranks and group.degrees.optimizer > 1:
-            local = self._on_submesh(parameter, group.ranks)
+            local = self._on_submesh(parameter, group.ranks, dim)
         else:
-            local = distribute_tensor(parameter.data, self.mesh, self._placements(group))
+            local = distribute_tensor(parameter.data, self.mesh, self._placements(group, dim))
         new = nn.Parameter(local, requires_grad=parameter.requires_grad)
         new.__dict__.update(parameter.__dict__)
         return new
 
-    def _placements(self, group: ParameterGroup) -> list[Placement]:
+    def _placements(self, group: ParameterGroup, dim: int) -> list[Placement]:
         sharded = group.degrees.optimizer > 1
         return [
-            Shard(0) if sharded and axis == "shard" else Replicate() for axis, _ in self.plan.axes
+            Shard(dim) if sharded and axis == "shard" else Replicate() for axis, _ in self.plan.axes
         ]
 
-    def _on_submesh(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> DTensor:
+    def _on_submesh(self, parameter: nn.Parameter, ranks: tuple[int, ...], dim: int) -> DTensor:
         """Rows on some processes only. The others hold a DTensor of the full shape with nothing in it."""
         if ranks not in self._submeshes:
             self._submeshes[ranks] = DeviceMesh(self.mesh.device_type, list(ranks))
         mesh = self._submeshes[ranks]
         take_rank_0_s(parameter)
-        rows = parameter.data.chunk(len(ranks))
+        rows = parameter.data.chunk(len(ranks), dim)
         at = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
-        mine = rows[at] if at is not None and at < len(rows) else parameter.data[:0]
-        return dtensor_of(mine.clone(), parameter, mesh, [Shard(0)])
+        mine = rows[at] if at is not None and at < len(rows) else parameter.data.narrow(dim, 0, 0)
+        return dtensor_of(mine.clone(memory_format=torch.contiguous_format), parameter, mesh, [Shard(dim)])
 
     def _hold(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
         if group.degrees.gradient > 1 or not new.requires_grad:
@@ -145,11 +146,11 @@ class Sharder:
         for place in where:
             place.module.__dict__.setdefault("_autoshard_holders", {})[place.attribute] = holder.leaf
 
-    def _stand_in(self, group: ParameterGroup, new: nn.Parameter, where: list[Place]) -> None:
+    def _stand_in(self, group: ParameterGroup, new: nn.Parameter, where: list[Place], dim: int) -> None:
         """See `parameters._rows`."""
         if group.degrees.optimizer == 1 or not group.ranks or self._position in group.ranks:
             return
-        leaf = torch.empty((0, *new.shape[1:]), dtype=new.dtype, device=new.device)
+        leaf = torch.empty((*new.shape[:dim], 0, *new.shape[dim + 1 :]), dtype=new.dtype, device=new.device)
         leaf.requires_grad_(new.requires_grad)
         for place in where:
             place.module.__dict__.setdefault("_autoshard_absent", {})[place.attribute] = leaf
