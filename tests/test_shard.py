@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.errors import StaleParameterError, UnsupportedError
+from autoshard.runtime.dtensors import local
 from autoshard.runtime.processes import build_mesh
 from tests.cluster import Cluster
 from tests.parity import Distance, measure, rank0_copy, see_state, sgd, whole
@@ -107,6 +108,42 @@ def test_parameters_on_a_mesh_that_excludes_this_rank(two: Cluster) -> None:
     (first, held_by_0), (second, held_by_1) = two.run(apart)
     assert max(first.worst, second.worst) <= TOLERANCE
     assert held_by_0 == [120, 15, 0, 0] and held_by_1 == [0, 0, 120, 8]
+
+
+class Experts(Net):
+    """With one expert that is as wide as a stack of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(1, 5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (x @ self.experts.mT).pow(2).mean()
+
+
+def on_two_of_three() -> tuple[Distance, int]:
+    """What is cut along another dimension than the first, where a process has none of it."""
+    torch.manual_seed(0)
+    model = Experts()
+    names = [[n for n, _ in model.named_parameters() if (n == "experts") is apart] for apart in (False, True)]
+    groups = [autoshard.ParameterGroup(g[0], tuple(g), autoshard.Degrees(3, 3, 3), ranks=ranks) for g, ranks in zip(names, ((), (0, 2)))]
+    plan = autoshard.Plan(world=3, axes=(("shard", 3),), groups=tuple(groups))
+    plain = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
+    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+    distance = Distance()
+    for inputs in inputs_of(3):
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
+    with autoshard.gathered(compiled) as whole_model:
+        see_state(distance, whole_model, plain)
+    return distance, local(model.experts).numel()
+
+
+def test_some_processes_have_rows_along_another_dimension(three: Cluster) -> None:
+    distances, held = zip(*three.run(on_two_of_three))
+    assert max(distance.worst for distance in distances) <= TOLERANCE
+    assert held == (3 * 8, 0, 2 * 8)
 
 
 def look_around() -> dict[str, Any]:

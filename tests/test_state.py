@@ -37,6 +37,18 @@ from tests.small import (
 NAMES = ["up.weight", "up.bias", "down.weight", "down.bias"]
 
 
+class Experts(Net):
+    """With some that are one parameter: of two or three processes the first is cut along its rows, the others by experts or, of three, along
+    their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.experts = nn.Parameter(torch.randn(1, 5, 8)), nn.Parameter(torch.randn(2, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum((x @ experts.mT).pow(2).mean() for experts in (self.expert, self.experts))
+
+
 def batch() -> Tensor:
     """The same for every world size: gradients are those of one process."""
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
@@ -50,7 +62,7 @@ def train(model: Any, optimizer: optim.Optimizer, steps: int) -> None:
 
 
 def save(folder: str, zero: int) -> None:
-    model, _, compiled = compiled_pair(config(zero))
+    model, _, compiled = compiled_pair(config(zero), Experts)
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     train(compiled, optimizer, 3)
     weights, state = get_state_dict(model, optimizer)
@@ -60,11 +72,11 @@ def save(folder: str, zero: int) -> None:
 def go_on(folder: str, zero: int, early: bool) -> tuple[Distance, list[str]]:
     """Loads, before the first call or after one, and takes two more steps; beside five unsharded ones."""
     torch.manual_seed(0)
-    plain: Any = Net()
+    plain: Any = Experts()
     reference = optim.AdamW(plain.parameters(), lr=0.01)
     train(plain, reference, 5)
     torch.manual_seed(1)
-    model = Net()
+    model = Experts()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     if not early:
@@ -88,13 +100,13 @@ def test_a_sharded_checkpoint_goes_to_another_world_and_stage(
     two.run(save, str(tmp_path), before)
     for distance, names in three.run(go_on, str(tmp_path), after, early):
         assert distance.worst <= TOLERANCE, distance
-        assert names == sorted(NAMES)
+        assert names == sorted([*NAMES, "expert", "experts"])
 
 
 def load_whole(zero: int, early: bool, prefixed: bool) -> Distance:
     """torch.save of an unsharded run's model and optimizer, loaded into a sharded one."""
     torch.manual_seed(0)
-    plain: Any = Net()
+    plain: Any = Experts()
     reference = optim.AdamW(plain.parameters(), lr=0.01)
     train(plain, reference, 3)
     file = io.BytesIO()
@@ -103,7 +115,7 @@ def load_whole(zero: int, early: bool, prefixed: bool) -> Distance:
     torch.save({"model": weights, "optimizer": reference.state_dict()}, file)
     file.seek(0)
     torch.manual_seed(dist.get_rank() + 1)
-    model = Net()
+    model = Experts()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     compiled: Any = torch.compile(model, backend=autoshard.backend(config(zero)))
     if not early:
@@ -116,6 +128,7 @@ def load_whole(zero: int, early: bool, prefixed: bool) -> Distance:
     distance = Distance()
     see_state(distance, model, plain)
     assert zero == 0 or isinstance(optimizer.state[model.up.weight]["exp_avg"], DTensor)
+    assert zero == 0 or local(model.expert).shape[1] < 5 and local(optimizer.state[model.expert]["exp_avg"]).shape == local(model.expert).shape
     return distance
 
 
