@@ -273,7 +273,7 @@ class Forecaster:
         if plan.recompute:
             exchanged = usual.cut_exchanged(plan, self.known) if usual.kinds else None
             return exchanged or (self._prepared(plan) if usual.kinds or plan.through else usual).cut(plan)
-        key = *_regathered(plan), plan.ahead
+        key = *_regathered(plan), plan.ahead, plan.behind
         if key not in self._usual:
             self._usual[key] = usual.cut(plan)
         return self._usual[key]
@@ -331,7 +331,7 @@ class Forecaster:
 
     def _key(self, plan: Plan) -> Key:
         """All of it that a step depends on."""
-        return (*_regathered(plan), plan.recompute, plan.ahead, *self._left(plan))
+        return (*_regathered(plan), plan.recompute, plan.ahead, plan.behind, *self._left(plan))
 
 
 def _parts(took: StepTime) -> dict[str, float]:

@@ -37,6 +37,7 @@ _LEAST = {
     "message": (0, "bytes"),
     "apart": (0, "bytes"),
     "ahead": (1, "groups"),
+    "behind": (1, "groups"),
     "node": (0, "processes"),
 }
 
@@ -140,6 +141,7 @@ class Plan:
     message: bytes of whole tensors that go in one gather or reduction to rows, at most; 0: all of a group's.
     apart: bytes of a whole parameter from which on it is gathered by itself, and used where it arrives; 0: none is.
     ahead: how many groups before their use gathers start.
+    behind: reductions of how many groups are on their way at once, at most.
     early: the gathers that a forward starts with start when the optimizer has stepped; see [Note: Early gathers] in ops/early.py.
     node: processes of a node, where gathers go between nodes first and then inside of them, and reductions the other way round;
         0: each in one step over all processes.
@@ -167,6 +169,7 @@ class Plan:
     message: int = 0
     apart: int = 0
     ahead: int = 1
+    behind: int = 2
     early: bool = False
     node: int = 0
     buffers: str = "broadcast"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,27 +10,47 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autoshard.config import Config
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import DEVICES
+from autoshard.errors import PassError, PlanError
+from autoshard.inventory import take_inventory
 from autoshard.passes import graphs as passgraphs
 from autoshard.passes import registry
 from autoshard.passes.base import Context
+from autoshard.passes.choose_behind import choose_behind
+from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.overlap import Overlap
+from autoshard.plan import Plan
+from autoshard.prediction import Prediction
 from tests.rewriting import Blocks, kind, plan_for, rewritten
 
 pytestmark = pytest.mark.usefixtures("many_processes")
 
 
-def test_gathers_start_one_bucket_ahead_and_two_reductions_are_on_their_way() -> None:
+def test_gathers_start_one_bucket_ahead() -> None:
     model = Blocks()
     graphs = rewritten(model, torch.randn(4, 8), plan_for(model, 3))
     kinds = [kind(n) for n in graphs["forward"].graph.nodes]
     assert [k for k in kinds if k] == ["gather", "wait", "gather", "mm", "wait", "gather", "mm", "wait", "gather", "mm", "wait", "mm"]
-    starts = passgraphs.calls(graphs["backward"], *passgraphs.REDUCTIONS)
+
+
+@pytest.mark.parametrize(("by_plan", "by_pass", "behind"), [(2, "", 2), (1, "", 1), (3, "", 3), (2, "overlap{behind=1}", 1)])
+def test_so_many_reductions_are_on_their_way_and_none_beside_when_one_is_packed(by_plan: int, by_pass: str, behind: int) -> None:
+    model = Blocks()
+    spec = registry.DEFAULT.replace("overlap", by_pass) if by_pass else registry.DEFAULT
+    backward = rewritten(model, torch.randn(4, 8), replace(plan_for(model, 3), behind=by_plan), spec)["backward"]
+    starts = passgraphs.calls(backward, *passgraphs.REDUCTIONS)
     waits = {next(iter(start.users)): start for start in starts}
-    on_their_way, most = 0, 0
-    for node in graphs["backward"].graph.nodes:
+    packs = [next(n for n in backward.graph.nodes if n.meta.get("part") == start.meta["part"]) for start in starts]
+    on_their_way, most, beside = 0, 0, list[int]()
+    for node in backward.graph.nodes:
+        if node in packs:
+            beside.append(on_their_way)
         on_their_way += (node in starts) - (node in waits)
         most = max(most, on_their_way)
-    assert len(starts) == 4 and most == 3 and on_their_way == 0
+    assert len(starts) == 4 and most == behind and on_their_way == 0
+    assert not set(packs) & set(starts) and beside == [min(i, behind - 1) for i in range(4)]
 
 
 @pytest.mark.parametrize("spec", [registry.DEFAULT, registry.DEFAULT.replace("overlap", "overlap{ahead=3}")])
@@ -61,4 +82,58 @@ def test_collectives_of_the_model_itself_stay_where_they_are() -> None:
     gm = Overlap().run(GraphModule({}, graph), Context(plan_for(Blocks(), 3), phase="backward"))
     gm.graph.lint()
     found = [str(node.target).split(".")[1][:6] for node in gm.graph.nodes if node.op == "call_function"]
-    assert found == ["all_re", "wait_t"] + ["reduce"] * 6 + ["wait_t"] * 2 + ["reduce"] * 2 + ["wait_t"] * 6, found
+    assert found == ["all_re", "wait_t"] + ["reduce"] * 4 + (["wait_t"] * 2 + ["reduce"] * 2) * 2 + ["wait_t"] * 4, found
+
+
+def _forecast(takes: dict[int, tuple[int, float]], asked: list[int], plan: Plan) -> Plan:
+    """A plan of which a step takes so many bytes and seconds by how many reductions are on their way."""
+    asked.append(plan.behind)
+    memory, seconds = takes[plan.behind]
+    return replace(plan, predicted=Prediction({"communication": memory}, seconds={"compute": seconds}))
+
+
+@pytest.mark.parametrize(
+    ("budget", "one", "behind", "simulated"),
+    [
+        (None, (10, 1.0), 2, []),
+        (30, (10, 1.0), 2, []),
+        (29, (10, 1.0), 1, [1]),
+        (29, (29, 1.01), 1, [1]),
+        (5, (20, 1.0), 1, [1]),  # others make it fit
+        (29, (10, 1.02), 2, [1]),
+        (29, (30, 1.0), 2, [1]),
+    ],
+)
+def test_fewer_are_on_their_way_where_memory_is_short_and_that_takes_no_time(
+    budget: int | None, one: tuple[int, float], behind: int, simulated: list[int]
+) -> None:
+    asked: list[int] = []
+    forecast = functools.partial(_forecast, {2: (30, 1.0), 1: one}, asked)
+    plan = forecast(plan_for(Blocks(), 3))
+    asked.clear()
+    found = choose_behind(plan, budget, forecast)
+    assert (found.behind, asked) == (behind, simulated)
+    assert found == plan if behind == 2 else "before the next is packed" in found.why[-1]
+
+
+def test_before_anything_is_computed_again() -> None:
+    """A plan's recomputation is chosen with what then is left."""
+    seen: list[int] = []
+
+    def fit(plan: Plan, budget: int) -> Plan:
+        seen.append(plan.behind)
+        return replace(plan, recompute=(("layers.0", "full"),), predicted=replace(plan.predicted, memory={"activations": budget}))
+
+    forecast = functools.partial(_forecast, {2: (30, 1.0), 1: (25, 1.0)}, [])
+    config = Config(zero=3, replicate_below=0, memory_budget=20)
+    plan = make_plan(take_inventory(Blocks(), ()), config, Circumstances(Cluster(1, 2, DEVICES["h100"]), 20), forecast, fit)
+    assert seen == [1] and plan.behind == 1
+
+
+def test_it_is_said_what_may_be_on_its_way() -> None:
+    plan = replace(plan_for(Blocks(), 3), behind=1)
+    assert Plan.from_json(plan.to_json()).behind == 1
+    with pytest.raises(PlanError, match="behind: 0 is not legal"):
+        replace(plan, behind=0)
+    with pytest.raises(PassError, match=r"overlap\{behind=-1\} is not legal; legal: 0 or more"):
+        Overlap(behind=-1)

@@ -63,12 +63,13 @@ def test_a_stage_that_was_asked_for_is_held_to_what_the_device_has(budget: int |
     assert make_plan(take_inventory(Net(), ()), config(3), where, partial(_simulated, [], (8, 4, 2, 1), 12)).ahead == ahead
 
 
-def test_a_forecast_is_of_gathers_that_start_so_far_ahead() -> None:
+@pytest.mark.parametrize("field", ["ahead", "behind"])
+def test_a_forecast_is_of_what_is_on_its_way_at_once(field: str) -> None:
     """Also of a plan that differs from one that was forecast before by that alone."""
     case = DEEP["gpt2_deep"]
     forecast = forecaster(case.build(), case.batch(torch.Generator()), config(3), TWO, None)
     plan = first_look(case.build(), config(3), TWO)
-    order = [[o.name for o in forecast.simulated(replace(plan, ahead=ahead))[0].operations] for ahead in (1, 3, 1)]
+    order = [[o.name for o in forecast.simulated(replace(plan, **{field: n}))[0].operations] for n in (1, 3, 1)]  # type: ignore[arg-type]
     assert order[0] == order[2] != order[1] and sorted(order[0]) == sorted(order[1])
 
 
@@ -100,6 +101,7 @@ def test_a_plan_says_how_far(two: Cluster) -> None:
     """And trains as the plain model, whatever it says."""
     case = DEEP["gpt2_deep"]
     plan = autoshard.plan(case.build(), case.batch(torch.Generator()), config(3), TWO)
-    assert Plan.from_json(replace(plan, ahead=3).to_json()).ahead == 3
-    for distance in two.run(measure, "gpt2_deep", config("auto", plan=replace(plan, ahead=3), replicate_below="auto")):
+    plan = replace(plan, ahead=3, behind=1)
+    assert Plan.from_json(plan.to_json()).ahead == 3
+    for distance in two.run(measure, "gpt2_deep", config("auto", plan=plan, replicate_below="auto")):
         assert distance.worst <= TOLERANCE, distance

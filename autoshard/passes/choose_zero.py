@@ -17,6 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
+from autoshard.passes.choose_behind import choose_behind
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_halves import choose_halves
 from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts, pays
@@ -77,7 +78,7 @@ def make_plan(
     fit = fitting_in_parts(fit, alike, whole) if config.partition_activations else fit
 
     def look(plan: Plan, budget: int | None) -> Plan:
-        return choose_unshard(plan, budget, whole, inventory)
+        return choose_behind(choose_unshard(plan, budget, whole, inventory), budget, whole)
 
     def mixed(plan: Plan) -> Plan:
         return whole(choose_sums(plan, inventory, where.cluster))

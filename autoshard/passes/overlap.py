@@ -1,8 +1,9 @@
-"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for two groups later. What is looked
-up in embeddings of which only rows travel comes first, since it is short and first used.
+"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for when those of as many groups are
+on their way and the next is about to be packed. What is looked up in embeddings of which only rows travel comes first, since it is short
+and first used.
 
-With those of two groups on their way the link never waits for the computation, and no more than their buckets are held. Where a
-group's go over several groups of processes, one after the other, each of these counts. Gathers of saved values start as many of these
+With those of two groups on their way the link never waits for the computation, and no more than their buckets are held beside the one that
+is packed. Where a group's go over several groups of processes, one after the other, each of these counts. Gathers of saved values start as many of these
 ahead, but no sooner than as many groups, of which one's backward begins when that of the one before is reduced: there may be few of them.
 """
 
@@ -24,16 +25,16 @@ from autoshard.plan import Plan
 
 @dataclass(frozen=True)
 class Overlap:
-    """ahead: how many buckets before its use a gather starts; 0: as the plan says. behind: reductions of how many groups start
-    before one is waited for."""
+    """ahead: how many buckets before its use a gather starts. behind: reductions of how many groups are on their way at once, at most.
+    Both 0: as the plan says."""
 
     ahead: int = 0
-    behind: int = 2
+    behind: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("ahead", 0), ("behind", 1)):
-            if getattr(self, name) < least:
-                raise PassError(f"passes: overlap{{{name}={getattr(self, name)}}} is not legal; legal: {least} or more")
+        for name in ("ahead", "behind"):
+            if getattr(self, name) < 0:
+                raise PassError(f"passes: overlap{{{name}={getattr(self, name)}}} is not legal; legal: 0 or more")
 
     name: ClassVar[str] = "overlap"
     stage: ClassVar[Stage] = "split"
@@ -46,7 +47,7 @@ class Overlap:
         self._prefetch(gm, self.ahead or context.plan.ahead, head)
         if context.phase == "backward":
             self._prefetch_parts(gm, self.ahead or context.plan.ahead)
-            self._wait_late(gm)
+            _wait_late(gm, self.behind or context.plan.behind)
         return gm
 
     def _prefetch(self, gm: GraphModule, ahead: int, head: Node | None) -> None:
@@ -73,27 +74,34 @@ class Overlap:
             target = max((limit for limit in limits if limit is not None), key=at.__getitem__)
             _move_after(graphs.sources_behind([start], target, at), target)
 
-    def _wait_late(self, gm: GraphModule) -> None:
-        """Moves the wait of each reduction, and what is done with what it brought, behind the start of a later one or to the
-        end. Where a second collective takes the first's result, that is waited for later still."""
-        buckets = _messages([node for node in gm.graph.nodes if graphs.reduces(node)])
-        keys = [_turn(bucket[0]) for bucket in buckets]
-        turns = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        end, settled = gm.graph.output_node(), set[Node]()
-        for i, bucket in reversed(list(enumerate(buckets))):
-            waits = [next(iter(start.users)) for start in bucket]
-            dependents = set(graphs.dependents(gm, waits)) | set(waits)
-            chain = [node for node in gm.graph.nodes if node in dependents and node not in settled]
-            settled.update(chain)
-            least, (own, *_) = turns[keys[i]] + self.behind, keys[i]
-            later = [b for b, key in zip(buckets, keys) if turns[key] >= least and key[0] != own and not dependents.intersection(b)]
-            if later:
-                at, target = graphs.positions(gm.graph), later[0][-1]
-                _move_after([node for node in chain if at[node] < at[target]], target)
-            else:
-                for node in chain:
-                    end.prepend(node)
-                end = chain[0]
+
+def _wait_late(gm: GraphModule, behind: int) -> None:
+    """Moves the wait of each reduction, and what is done with what it brought, to where a later one is packed, or to the end. Where a
+    second collective takes the first's result, that is waited for later still."""
+    buckets = _messages([node for node in gm.graph.nodes if graphs.reduces(node)])
+    keys = [_turn(bucket[0]) for bucket in buckets]
+    turns = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    end, settled = gm.graph.output_node(), set[Node]()
+    for i, bucket in reversed(list(enumerate(buckets))):
+        waits = [next(iter(start.users)) for start in bucket]
+        dependents = set(graphs.dependents(gm, waits)) | set(waits)
+        chain = [node for node in gm.graph.nodes if node in dependents and node not in settled]
+        settled.update(chain)
+        least, (own, *_) = turns[keys[i]] + behind, keys[i]
+        later = [b for b, key in zip(buckets, keys) if turns[key] >= least and key[0] != own and not dependents.intersection(b)]
+        at = graphs.positions(gm.graph)
+        place = min([end, *(_place_before(b, bucket[-1], at) for b in later[:1])], key=at.__getitem__)
+        for node in chain:
+            if at[node] < at[place]:
+                place.prepend(node)
+        end = chain[0] if at[chain[0]] < at[place] else place
+
+
+def _place_before(later: list[Node], started: Node, at: dict[Node, int]) -> Node:
+    """In front of what packs a later reduction, so that what is done with the one that started there is over by then; or behind its start,
+    if it was packed before."""
+    pack = next(node for node in at if node.meta.get("part") == later[0].meta["part"])
+    return pack if at[pack] > at[started] else later[-1].next
 
 
 def _look_up_first(gm: GraphModule, plan: Plan) -> Node | None:
