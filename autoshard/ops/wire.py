@@ -167,14 +167,16 @@ def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Lay
 def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
     """The elements of `whole` that each process holds, `size` of them at most, from `begin` on, beside their place in (processes,
     elements of a piece)."""
+    if not whole.numel():
+        return []
     stack = math.prod(whole.shape[: layout.dim])
     blocks, step = stack * layout.turns, len(layout.holders)
+    chunk = size // blocks
     if is_even(tuple(whole.shape), layout):
-        each = by_rank.shape[1] // blocks if blocks else 0
+        each = by_rank.shape[1] // blocks
         parts = by_rank.unflatten(1, (blocks, each))
-        return [(whole.view(blocks, step, size // max(blocks, 1))[..., begin : begin + each], parts.transpose(0, 1))]
-    chunk = size // max(blocks, 1)
-    chunks = whole.reshape(stack, -1).split(chunk, 1) if whole.numel() else ()
+        return [(whole.view(blocks, step, chunk)[..., begin : begin + each], parts.transpose(0, 1))]
+    chunks = whole.reshape(stack, -1).split(chunk, 1)
     found = []
     for i, part in enumerate(chunks):
         there, at = part[:, begin : begin + by_rank.shape[1]], i // step * chunk
