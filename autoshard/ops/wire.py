@@ -165,23 +165,26 @@ def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Lay
 
 
 def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """The elements of `whole` that each process holds, `size` of them at most, from `begin` on, beside their place in (processes,
-    elements of a piece)."""
+    """The elements of `whole` that processes hold, `size` of them each at most, from `begin` on, beside their place in (processes,
+    elements of a piece): in few pairs, as each is a copy."""
     if not whole.numel():
         return []
-    stack = math.prod(whole.shape[: layout.dim])
-    blocks, step = stack * layout.turns, len(layout.holders)
-    chunk = size // blocks
-    if is_even(tuple(whole.shape), layout):
-        each = by_rank.shape[1] // blocks
-        parts = by_rank.unflatten(1, (blocks, each))
-        return [(whole.view(blocks, step, chunk)[..., begin : begin + each], parts.transpose(0, 1))]
-    chunks = whole.reshape(stack, -1).split(chunk, 1)
-    found = []
-    for i, part in enumerate(chunks):
-        there, at = part[:, begin : begin + by_rank.shape[1]], i // step * chunk
-        of_holder = by_rank[layout.holders[i % step]].view(stack, -1)
-        found.append((there, of_holder[:, at : at + there.shape[1]]))
+    stack, step = math.prod(whole.shape[: layout.dim]), len(layout.holders)
+    flat, chunk = whole.reshape(stack, -1), size // (stack * layout.turns)
+    each = by_rank.shape[1] // (stack * layout.turns)
+    places = by_rank.unflatten(1, (stack, layout.turns, each))
+    if layout.owners:
+        parts = enumerate(part[:, begin : begin + each] for part in flat.split(chunk, 1))
+        return [(part, places[layout.owners[i % step], :, i // step, : part.shape[1]]) for i, part in parts]
+    turns, rest = divmod(flat.shape[1], step * chunk)
+    holders, last = divmod(rest, chunk)
+    in_turns, in_chunks, behind = flat.split([turns * step * chunk, holders * chunk, last], 1)
+    found = [(in_turns.unflatten(1, (turns, step, chunk))[..., begin : begin + each], places[:, :, :turns].permute(1, 2, 0, 3))] if turns else []
+    if holders:
+        found.append((in_chunks.unflatten(1, (holders, chunk))[..., begin : begin + each], places[:holders, :, turns].transpose(0, 1)))
+    if last:
+        behind = behind[:, begin : begin + each]
+        found.append((behind, places[holders, :, turns, : behind.shape[1]]))
     return found
 
 
