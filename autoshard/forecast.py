@@ -222,7 +222,7 @@ class Forecaster:
 
     def blocks(self, plan: Plan) -> list[Block]:
         """What can be chosen, whatever the budget."""
-        key = _regathered(plan)
+        key = *_regathered(plan), plan.behind
         if key not in self._choices:
             self._choices[key] = self._savings(plan).blocks(plan)
         return self._choices[key]

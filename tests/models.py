@@ -168,7 +168,7 @@ class Odd(nn.Module):
         self.rows = nn.ParameterList([nn.Parameter(torch.randn(15)), nn.Parameter(torch.randn(1, 15))])
         self.named = nn.ParameterDict({"gain": nn.Parameter(torch.ones(15)), "odd": nn.Parameter(torch.randn(3, 15))})
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.experts = nn.Parameter(torch.randn(2, 5, 15))
+        self.expert, self.experts = nn.Parameter(torch.randn(1, 5, 15)), nn.Parameter(torch.randn(2, 5, 15))
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.given = nn.Parameter(torch.randn(7, 2))
 
@@ -177,7 +177,7 @@ class Odd(nn.Module):
         with torch.no_grad():
             offset = self.shared.weight.mean() + self.named["gain"].mean()
         y = y * self.named["gain"] + self.rows[0] + self.rows[1] - offset
-        loss = ((y @ self.named["odd"].T).pow(2).mean() * self.scale) + self.empty.sum() + (y @ self.experts.mT).pow(2).mean()
+        loss = ((y @ self.named["odd"].T).pow(2).mean() * self.scale) + self.empty.sum() + sum((y @ experts.mT).pow(2).mean() for experts in (self.expert, self.experts))
         return loss, self.given, self.named["gain"]
 
 

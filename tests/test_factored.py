@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -214,11 +215,12 @@ class Many(nn.Module):
         super().__init__()
         self.first, self.thin, self.last = nn.Linear(8, 7), nn.Linear(7, 1), nn.Linear(1, 5)
         self.kernels = nn.Conv1d(1, 3, 2)
-        self.expert, self.experts = nn.Parameter(torch.randn(1, 17, 128)), nn.Parameter(torch.randn(2, 5, 8))
+        self.expert, self.experts = nn.Parameter(torch.randn(1, 17, 128)), nn.Parameter(torch.randn(2, 17, 128))
+        self.squares = nn.Parameter(torch.randn(1, 5, 3, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.last(self.thin(torch.tanh(self.first(x))))
-        z = torch.tanh(x @ self.experts.mT).pow(2).mean() + (x @ self.expert[..., :8].mT + self.expert.mean()).pow(2).mean()
+        z = sum(torch.tanh(x @ e[..., :8].mT + e.mean()).pow(2).mean() for e in (self.expert, self.experts)) + self.squares.pow(3).mean()
         return torch.tanh(self.kernels(y.unsqueeze(-2))).pow(2).mean() + z
 
 
@@ -282,8 +284,9 @@ def test_kernels_step_rows_as_the_whole(two: Cluster, zero: int, begun: bool) ->
 
 
 @pytest.mark.full
-def test_three_processes_and_fewer_rows(three: Cluster) -> None:
-    for distance in three.run(trained, 3, False):
+@pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=needs_triton)])
+def test_three_processes_and_fewer_rows(three: Cluster, by_kernels: bool) -> None:
+    for distance in three.run(trained, 3, False, by_kernels):
         assert distance.worst <= TOLERANCE, distance
 
 
@@ -314,13 +317,15 @@ def test_its_state_goes_through_checkpoints(two: Cluster) -> None:
         assert distance.worst <= TOLERANCE, distance
 
 
-def columns() -> None:
-    """A parameter that someone else sharded by columns."""
-    mesh = dist.init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [dist.tensor.Shard(1)]))
+def columns(shape: tuple[int, ...], *dims: int) -> None:
+    """A parameter that someone else sharded by columns, or along two dimensions."""
+    mesh = dist.init_device_mesh("cpu", (2, 1)[: len(dims)])
+    parameter = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [dist.tensor.Shard(dim) for dim in dims]))
     parameter.grad = torch.ones_like(parameter)
     autoshard.optim.Adafactor([parameter]).step()
 
 
-def test_columns_are_refused(two: Cluster) -> None:
-    assert all("legal: whole, or sharded by rows" in text for text in two.run(what_is_said, columns))
+@pytest.mark.parametrize("lies", [((4, 4), 1), ((2, 4, 4), 2), ((2, 4, 4), 0, 1)])
+def test_columns_are_refused(two: Cluster, lies: tuple[Any, ...]) -> None:
+    refused = two.run(what_is_said, functools.partial(columns, *lies))
+    assert all("legal: whole, or sharded by rows" in text for text in refused)

@@ -23,6 +23,7 @@ from autoshard.cost_model.program import IN_PLACE
 from autoshard.cost_model.work import flops_of, work_of
 from autoshard.forecast import Forecaster
 from autoshard.passes.choose_zero import Circumstances, make_plan
+from autoshard.passes.costs import costs_of
 from autoshard.plan import Plan
 from autoshard.prediction import Prediction
 from autoshard.report import plan_tables, rendered
@@ -166,13 +167,15 @@ def test_what_is_summed_in_place_is_there_once(codegen: str) -> None:
         assert program.pieces[packed].last < at == program.pieces[summed].made, (at, program.pieces[packed])
 
 
-def test_a_step_has_rows_of_uneven_gradients_beside_what_travels() -> None:
-    """The head's alone, of 10 rows: 3 for each of 4 processes."""
+def test_a_step_packs_uneven_gradients_where_they_travel() -> None:
+    """The head's, of 10 rows, are 3 for each of 4 processes there, and nowhere else."""
     forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
-    program, *_ = forecaster.simulated(_plan(forecaster, 2))
-    rows = [p for p in program.pieces if "rows_by_rank" in p.maker]
-    assert sum(p.bytes for p in rows) == 4 * 3 * 4 * (512 + 1) and {p.category for p in rows} == {"communication"}
-    assert all(work_of(o).kind == "pack" for o in program.operations if "rows_by_rank" in o.name)
+    plan = _plan(forecaster, 2)
+    program, *_ = forecaster.simulated(plan)
+    packed = [p for p in program.pieces if "pack_grads" in p.maker]
+    sent = sum(cost.reduced for cost in costs_of(plan, forecaster.captured.inventory))
+    assert sum(p.bytes for p in packed) == sent and {p.category for p in packed} == {"communication"}
+    assert all(work_of(o).kind == "pack" for o in program.operations if "pack_grads" in o.name)
 
 
 def test_the_same_input_gives_the_same_plan_byte_by_byte() -> None:

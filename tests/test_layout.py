@@ -22,12 +22,6 @@ Shapes = tuple[tuple[int, ...], ...]
 _DTYPES = st.sampled_from([None, torch.bfloat16, torch.float32])
 
 
-def pack_grads(grads: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """As `packing.pack_grads` says it in operators."""
-    by_rank = [g if wire.lies_by_rank(tuple(g.shape), layout) else wire.rows_by_rank(g, layout) for g in grads]
-    return wire.pack_rows(by_rank, layout)
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     size = draw(st.integers(1, 5))
@@ -121,7 +115,7 @@ def test_a_reduction_gives_each_process_its_rows_of_the_mean(
 ) -> None:
     layout = _plain(layout, message)
     grads = [[torch.randn(s) for s in shapes] for _ in range(layout.size)]
-    sent = [[flat.chunk(layout.size) for flat in pack_grads(g, layout)] for g in grads]
+    sent = [[flat.chunk(layout.size) for flat in wire.pack_rows(g, layout)] for g in grads]
     mean = [torch.stack(gs).sum(0) / layout.size for gs in zip(*grads)]
     wanted = [_rows(m, layout) for m in mean]
     for rank in range(layout.size):
@@ -140,7 +134,7 @@ def test_gradients_are_divided_as_they_are_packed(size: int, own: torch.dtype) -
     layout = Layout("0" if size > 1 else "", size, (), "7", 3)
     grads = [torch.randn(6, 5).to(own), torch.randn(3, 7).to(own)]
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        (flat,) = pack_grads(grads, layout)
+        (flat,) = wire.pack_rows(grads, layout)
     assert torch.equal(flat, torch.cat([g.view(size, -1) for g in grads], 1).div_(3).view(-1))
     assert {event.name for event in seen.events()}.isdisjoint({"aten::cat", "aten::div_"})
 
@@ -169,7 +163,7 @@ def test_what_graphs_do_is_what_the_wire_says(
         told_full = packing.unpack_full(_as_gathered([told[0]] * layout.size), shapes, layout)
     sent, reduced = packing.pack_shards(rows, shapes, layout), packing.pack_grads(full, layout)
     assert sum(t.numel() for t in sent) == sum(t.numel() for t in wire.pack_shards(rows, shapes, layout))
-    assert same(reduced, pack_grads(full, layout))
+    assert same(reduced, wire.pack_rows(full, layout))
     gathered = _as_gathered([sent] * layout.size)
     whole = packing.unpack_full(gathered, shapes, layout)
     added = packing.sum_rows(reduced, layout.size, own)
@@ -184,12 +178,25 @@ def _copies(function: Callable[..., Any], *args: Any) -> int:
     return sum(event.name == "aten::copy_" and event.input_shapes[0] != [] for event in profiler.events())
 
 
+def test_an_uneven_parameter_that_travels_alone_is_not_copied_when_it_arrives() -> None:
+    """A vocabulary that processes do not part evenly: it is a part of what comes, and its gradient is only padded."""
+    layout, shapes = Layout("0", 4, (), "", 4), ((7, 3),)
+    (full,) = (torch.randn(s) for s in shapes)
+    sent = [packing.pack_shards([r], shapes, layout) for r in _rows(full, layout)]
+    assert [row.data_ptr() == r.data_ptr() for (row,), r in zip(sent, _rows(full, layout))] == [True, True, True, False]
+    gathered = _as_gathered(sent)
+    (found,) = packing.unpack_full(gathered, shapes, layout)
+    assert torch.equal(found, full) and found.data_ptr() == gathered[0].data_ptr()
+    (reduced,) = packing.pack_grads([full], layout)
+    assert torch.equal(reduced[: full.numel()], full.view(-1) / 4) and not reduced[full.numel() :].any() and len(reduced) == 4 * 2 * 3
+
+
 def test_an_uneven_parameter_has_the_others_copied_no_more_often() -> None:
-    """One copy of what lies as it travels, two of what does not, however many processes; on the way out only those."""
+    """One copy of what lies as it travels, two of what does not, however many processes; on the way out none, as it is divided where it goes."""
     layout, shapes = Layout("0", 4, (), "", 4), ((8, 3), (7, 3), (4, 2))
     full = [torch.randn(s) for s in shapes]
     rows = [_rows(f, layout) for f in full]
     gathered = _as_gathered([wire.pack_shards([r[rank] for r in rows], shapes, layout) for rank in range(4)])
     assert same(wire.unpack_full(gathered, shapes, layout), full)
     assert _copies(wire.unpack_full, gathered, shapes, layout) == 1 + 2 + 1
-    assert _copies(pack_grads, full, layout) == _copies(packing.pack_grads, full, layout) == 2
+    assert _copies(wire.pack_rows, full, layout) == _copies(packing.pack_grads, full, layout) == 0

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from autoshard.config import Config
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
-from autoshard.errors import PassError, PlanError
+from autoshard.errors import BudgetError, PassError, PlanError
 from autoshard.inventory import take_inventory
 from autoshard.passes import graphs as passgraphs
 from autoshard.passes import registry
@@ -23,6 +24,7 @@ from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.overlap import Overlap
 from autoshard.plan import Plan
 from autoshard.prediction import Prediction
+from autoshard.units import bytes_text
 from tests.rewriting import Blocks, kind, plan_for, rewritten
 
 pytestmark = pytest.mark.usefixtures("many_processes")
@@ -51,6 +53,65 @@ def test_so_many_reductions_are_on_their_way_and_none_beside_when_one_is_packed(
         most = max(most, on_their_way)
     assert len(starts) == 4 and most == behind and on_their_way == 0
     assert not set(packs) & set(starts) and beside == [min(i, behind - 1) for i in range(4)]
+
+
+@pytest.mark.parametrize(("zero", "more"), [(2, {"mesh": {"replicate": 32, "shard": 8}}), (0, {"compression": "bf16"})])
+def test_sums_between_copies_are_on_their_way_while_backward_computes(zero: int, more: dict[str, Any]) -> None:
+    """The second collective of a bucket, which takes what the first brought: all but the last one's."""
+    model = Blocks()
+    backward = rewritten(model, torch.randn(4, 8), plan_for(model, zero, **more))["backward"]
+    at = passgraphs.positions(backward.graph)
+    computed = [at[node] for node in backward.graph.nodes if kind(node) == "mm"]
+    seconds = [node for node in backward.graph.nodes if passgraphs.reduces(node) and _waits_for_another(node)]
+    beside = [sum(at[start] < one < at[next(iter(start.users))] for one in computed) for start in seconds]
+    assert len(beside) >= 4 and all(beside[:2]), beside
+
+
+def _waits_for_another(start: Node) -> bool:
+    """Whether a collective takes what one of the same bucket brought."""
+    return any(source.meta.get("part") == start.meta["part"] and passgraphs.reduces(source) for source in passgraphs.sources([start]))
+
+
+class Experts(nn.Module):
+    """Blocks of a matrix and of experts that are one parameter, fewer than processes: two buckets each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"line": nn.Linear(512, 512, bias=False), "experts": Stack()}) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["experts"](torch.relu(layer["line"](x)))  # type: ignore[index]
+        return x.sum()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 512, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.weight.mT).sum(0)
+
+
+def test_gathers_of_a_group_that_has_two_start_together() -> None:
+    """A whole block ahead, the larger one too, in backward as in forward; its gradients go in the order in which backward has them."""
+    model = Experts()
+    graphs = rewritten(model, torch.randn(4, 512), replace(plan_for(model, 3), ahead=1))
+    found = {}
+    for phase, gm in graphs.items():
+        starts = [node for node in gm.graph.nodes if passgraphs.gathers(node)]
+        found[phase] = [_short(node) for node in gm.graph.nodes if node in starts or any(source in starts for source in node.all_input_nodes)]
+    assert found["forward"][:5] == ["+0.line", "+0.experts", "-0.line", "+1.line", "+1.experts"], found
+    assert found["backward"] == ["+1.experts", "+1.line", "-1.experts", "+0.experts", "-1.line", "-0.experts"], found
+    reduced = [_short(node) for node in graphs["backward"].graph.nodes if passgraphs.reduces(node)]
+    assert reduced == [f"+{i}.{name}" for i in (2, 1, 0) for name in ("experts", "line")], reduced
+
+
+def _short(node: Node) -> str:
+    """Which parameter it is for, a start with a plus and a wait with a minus."""
+    (name,) = node.meta["serves"]
+    return ("-" if kind(node) == "wait" else "+") + name.removeprefix("layers.").removesuffix(".weight")
 
 
 @pytest.mark.parametrize("spec", [registry.DEFAULT, registry.DEFAULT.replace("overlap", "overlap{ahead=3}")])
@@ -114,6 +175,26 @@ def test_fewer_are_on_their_way_where_memory_is_short_and_that_takes_no_time(
     found = choose_behind(plan, budget, forecast)
     assert (found.behind, asked) == (behind, simulated)
     assert found == plan if behind == 2 else "before the next is packed" in found.why[-1]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "none"])
+def test_however_long_it_takes_where_nothing_else_makes_a_step_fit(recompute: str) -> None:
+    """Before it is refused; not where what lacks is more than one reduction holds."""
+    inventory = take_inventory(Blocks(), ())
+    packed = 512 * 512 * 4 * 2
+
+    def planned(budget: int, asked: list[int]) -> Plan:
+        forecast = functools.partial(_forecast, {2: (packed + 10, 1.0), 1: (packed, 2.0)}, asked)
+        config = Config(zero=3, replicate_below=0, memory_budget=budget, recompute=recompute)  # type: ignore[arg-type]
+        return make_plan(inventory, config, Circumstances(Cluster(1, 2, DEVICES["h100"]), budget), forecast, lambda plan, _: forecast(plan))
+
+    assert planned(packed + 10, []).behind == 2 and planned(packed, []).behind == 1
+    with pytest.raises(BudgetError, match=f"a step takes {bytes_text(packed)}"):
+        planned(packed - 1, [])
+    asked: list[int] = []
+    with pytest.raises(BudgetError, match=f"a step takes {bytes_text(packed + 10)}"):
+        planned(10, asked)
+    assert asked.count(1) == 1
 
 
 def test_before_anything_is_computed_again() -> None:

@@ -372,6 +372,21 @@ def test_rows_that_are_fewer_than_processes_are_said() -> None:
         make_plan(experts, Config(), where(16, 2**20))
 
 
+def test_a_mesh_that_is_recommended_cuts_evenly() -> None:
+    """By the dimension along which so many processes cut it: 3 of 20 rows each are 20 rows for 64, and 3 for 4."""
+    experts = Inventory("Net", tuple(info(f"layers.{i}.experts", 3, 20, 4096) for i in range(4)))
+    (said,) = [why for why in make_plan(experts, Config(zero=3), where(64)).why if "for 64 processes" in why]
+    assert said.startswith("layers.0.experts has 20 rows for 64 processes: 44 hold none of it") and "mesh" not in said
+    router = dataclasses.replace(experts, parameters=(*experts.parameters, info("router", 3, 64)))
+    assert said in make_plan(router, Config(zero=3), where(64)).why, "little has even fewer rows"
+    wide = Inventory("Net", tuple(info(f"layers.{i}.experts", 3, 24, 4096) for i in range(4)))
+    (said,) = [why for why in make_plan(wide, Config(zero=3), where(64)).why if "for 64 processes" in why]
+    mesh = {"replicate": 8, "shard": 8}
+    assert f"with mesh={mesh} it is cut evenly" in said
+    costs = costs_of(make_plan(wide, Config(zero=3, mesh=mesh), where(64)), wide)
+    assert sum(cost.brought for cost in costs) == sum(cost.whole for cost in costs)
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_experts_that_are_fewer_than_processes_are_each_cut(zero: int) -> None:
     """No byte of padding, on processes that are many more."""

@@ -56,11 +56,12 @@ def test_a_fix_that_is_followed_helps(said: dict[str, Any]) -> None:
     assert make_plan(blocks(64), Config(memory_budget=budget), where(8, budget)).predicted.peak_bytes <= budget
 
 
-def test_more_processes_do_not_help_where_all_rows_are_apart() -> None:
-    """Of experts, say."""
-    experts = dataclasses.replace(blocks(1), parameters=tuple(info(f"layers.{i}.experts", 8, 2**20) for i in range(4)))
-    for world, mib, helps in ((4, 200, True), (8, 150, False)):
+@pytest.mark.parametrize(("shape", "more_help"), [((8, 2**20), False), ((8, 2**10, 2**10), True), ((8, 8, 2**17), False)])
+def test_more_processes_do_not_help_where_all_rows_are_apart(shape: tuple[int, ...], more_help: bool) -> None:
+    """Of experts, say, that are matrices; those that are stacks of them are cut further."""
+    experts = dataclasses.replace(blocks(1), parameters=tuple(info(f"layers.{i}.experts", *shape) for i in range(4)))
+    for world, mib, helps in ((4, 200, True), (8, 150, more_help)):
         with pytest.raises(BudgetError) as found:
             make_plan(experts, Config(memory_budget=mib * 2**20), where(world, mib * 2**20))
-        assert ("more than 4 processes" in str(found.value)) is helps, found.value
+        assert (f"more than {world} processes" in str(found.value)) is helps, found.value
         assert ("has 8 rows, which as many processes share already" in str(found.value)) is not helps

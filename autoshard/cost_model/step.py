@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.cost_model import collectives
 from autoshard.cost_model.cluster import Cluster
@@ -43,7 +43,8 @@ class GroupCost:
     as in the plan. replicas: processes that hold the same rows. compressed: gradients travel in fewer bits than they are summed in.
     buckets: of the gradients that are reduced together. apart: of each parameter that is gathered by itself. low_rank: of how many
     elements the gradients travel as thin matrices, which have `thin` fp32 numbers, and for which `residue` are kept. rows: embeddings,
-    which are in none of the others but `held` and `trained`, unless all of them travels too.
+    which are in none of the others but `held` and `trained`, unless all of them travels too. otherwise: of `brought` and `reduced`, what is
+    cut along another dimension than the first, which goes by itself, in one message.
     """
 
     held: int
@@ -67,6 +68,7 @@ class GroupCost:
     thin: int = 0
     residue: int = 0
     rows: tuple[Rows, ...] = ()
+    otherwise: tuple[int, int] = (0, 0)
 
     @property
     def gather(self) -> str:
@@ -157,10 +159,13 @@ def _messages(g: GroupCost, cluster: Cluster) -> Iterable[tuple[str, str, int, G
         most, alone = (0, ()) if inside else (g.message // part, g.apart)
         again = g.parameter_degree > (g.node if part > 1 else 1)
         for phase in ("forward", "backward") if again else ("forward",):
-            for payload in (*alone, *filter(None, [g.brought - sum(alone)])):
+            for payload in (*alone, *filter(None, [g.brought - sum(alone) - g.otherwise[0]])):
                 yield g.gather, phase, payload // part, over, most
-    for payload in filter(None, g.buckets or (g.reduced,)):
-        for collective, sent, over, most in _reductions(g, payload, cluster):
+            if g.otherwise[0]:
+                yield g.gather, phase, g.otherwise[0] // part, over, 0
+    payloads = [(g, payload) for payload in g.buckets or (g.reduced - g.otherwise[1],)] + [(replace(g, message=0), g.otherwise[1])]
+    for cost, payload in payloads:
+        for collective, sent, over, most in _reductions(cost, payload, cluster) if payload else ():
             yield collective, "backward", sent, over, most
     for rows in g.rows:
         for collective, phase, sent, over in _rows(g, rows, cluster):

@@ -63,7 +63,7 @@ _COPIES = _names("""
 """)
 _IN_ROWS = _names("clone cat copy copy_ _to_copy full zeros ones full_like zeros_like ones_like new_zeros new_ones arange iota")  # as fast as any kernel, where what is next to each other stays so
 _MASKED = _names("native_dropout_backward")  # whose mask is of booleans, which become numbers first
-_PACKS = _names("pack_shards unpack_full rows_by_rank pack_grads keep_part sum_direct sum_swapped")  # ours, which go part by part
+_PACKS = _names("pack_shards unpack_full pack_grads keep_part sum_direct sum_swapped")  # ours, which go part by part
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Layout:
         return self.compress or self.reduce or dtype
 
     def most(self, dtype: torch.dtype) -> int:
-        """Elements of one process that go in one collective; 0: all. What does not lie by rank in long runs is not cut."""
+        """Elements of one process that go in one collective; 0: all, as of what is cut along another dimension than the first."""
         cut = self.message and self.sharded and not self.dim
         return max(1, self.message // (self.size * dtype.itemsize)) if cut else 0
 
@@ -180,8 +180,13 @@ class Layout:
 def dimension_of(shape: Sequence[int], size: int) -> int:
     """Along which dimension a parameter of this shape is cut for so many processes: the first, unless what is padded then is much, as of
     a few experts that are one parameter; then the one that takes the least. Rows of matrices stay whole."""
-    padded = [math.ceil(n / size) * size / max(n, 1) for n in shape[: max(1, len(shape) - 1)]]
-    return padded.index(min(padded)) if len(shape) > 2 and padded[0] >= MUCH else 0
+    padded = [math.ceil(n / size) * size / max(n, 1) for n in cut_along(shape)]
+    return padded.index(min(padded)) if padded and padded[0] >= MUCH else 0
+
+
+def cut_along(shape: Sequence[int]) -> Sequence[int]:
+    """The dimensions along which a parameter may be cut: the first, and of three and more all but the last."""
+    return shape[: max(1, len(shape) - 1)]
 
 
 def goes_low_rank(shape: Sequence[int], rank: int) -> bool:

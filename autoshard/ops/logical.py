@@ -116,7 +116,7 @@ def _sum_of_copies(flat: Tensor, over: int, layout: Layout) -> Tensor:
 
 def _in_parts(flat: Tensor, count: int) -> Tensor:
     """With zeros behind it, to be parted into so many equal ones."""
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % count)) if flat.numel() % count else flat
+    return wire.padded_to(-(-flat.numel() // count) * count, flat)
 
 
 def _mean_of_compressed(flats: Sequence[Tensor], dtype: torch.dtype, layout: Layout) -> Tensor:

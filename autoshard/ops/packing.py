@@ -6,6 +6,7 @@ What is alone in a flat tensor, and as long on every process, is a view of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def _parted(full: tuple[Shape, ...], dtype: torch.dtype, layout: Layout) -> tupl
 
 
 def _row(shard: Tensor, full: Shape, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """A shard as it lies; between nodes the last ones are short, and padded."""
+    """A shard as it lies; the last ones may be short, and are padded."""
     if (shard.numel(),) == wire.counts((full,), layout):
         return shard.to(dtype).reshape(-1)
     return _packed([shard], (full,), layout)[0]
@@ -47,18 +48,26 @@ def _packed(shards: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -
 def unpack_full(gathered: Sequence[Tensor], full: tuple[Shape, ...], layout: Layout) -> list[Tensor]:
     """What went apart where it lies, and the others as by `wire.unpack_full`."""
     alone, others = _parted(full, gathered[0].dtype, layout)
-    found = {i: brought.view(full[i]) for i, brought in zip(alone, gathered)}
+    found = {i: _without_padding(brought, full[i]) for i, brought in zip(alone, gathered)}
     if others:
         shapes = wire.flat_shapes(tuple(full[i] for i in others))
         found |= zip(others, torch.ops.autoshard.unpack_full(gathered[len(alone) :], *shapes, str(layout)))
     return [found[i] for i in range(len(full))]
 
 
+def _without_padding(brought: Tensor, full: Shape) -> Tensor:
+    """The whole of what was gathered by itself."""
+    size = math.prod(full)
+    return (brought if brought.numel() == size else brought[:size]).view(full)
+
+
 def runs_of(grads: Sequence[Tensor], layout: Layout) -> list[list[int]]:
     """Which gradients are reduced together, by position: the large ones apart, if they can be sent from where they lie."""
     if not layout.divides_sums(grads[0].dtype):
         return [list(range(len(grads)))]
-    alone, others = _parted(wire.shapes_of(grads), layout.travels(grads[0].dtype), layout)
+    shapes = wire.shapes_of(grads)
+    alone = [i for i in wire.apart(shapes, layout, layout.travels(grads[0].dtype)) if wire.lies_by_rank(shapes[i], layout)]
+    others = [i for i in range(len(grads)) if i not in alone]
     return [*([i] for i in alone), *([others] if others else [])]
 
 
@@ -66,18 +75,9 @@ def pack_grads(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """See `wire.pack_rows`."""
     dtype = layout.travels(grads[0].dtype)
     if len(grads) == 1 and wire.apart(wire.shapes_of(grads), layout, dtype):
-        flat = grads[0].to(dtype).reshape(-1)
+        flat = wire.padded_to(layout.size * wire.counts(wire.shapes_of(grads), layout)[0], grads[0].to(dtype).reshape(-1))
         return [flat / layout.mean_over if layout.divides(grads[0].dtype) else flat]
-    return torch.ops.autoshard.pack_grads(_by_rank(grads, layout), str(layout))  # type: ignore[no-any-return]
-
-
-def _by_rank(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """Gradients that lie by rank as they are, and rows of the others: in an operator of its own, so that a step's program has what
-    that takes."""
-    others = [i for i, grad in enumerate(grads) if not wire.lies_by_rank(tuple(grad.shape), layout)]
-    rows = torch.ops.autoshard.rows_by_rank([grads[i] for i in others], str(layout)) if others else ()
-    found = dict(zip(others, rows))
-    return [found.get(i, grad) for i, grad in enumerate(grads)]
+    return torch.ops.autoshard.pack_grads(grads, str(layout))  # type: ignore[no-any-return]
 
 
 def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
@@ -110,11 +110,6 @@ def run_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: Se
     return wire.unpack_full(gathered, wire.split_shapes(shapes, ndims), Layout.parse(layout))
 
 
-def run_rows_by_rank(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
-    """`wire.rows_by_rank` of each."""
-    return [wire.rows_by_rank(grad, Layout.parse(layout)) for grad in grads]
-
-
 def run_pack_grads(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
     """`wire.pack_rows`."""
     return wire.pack_rows(grads, Layout.parse(layout))
@@ -136,15 +131,11 @@ def _fake_unpack_full(gathered: Sequence[Tensor], shapes: Sequence[int], ndims: 
     return [gathered[0].new_empty(shape) for shape in wire.split_shapes(shapes, ndims)]
 
 
-def _fake_rows_by_rank(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
-    spec = Layout.parse(layout)
-    return [grad.new_empty(spec.size, n) for grad, n in zip(grads, wire.counts(wire.shapes_of(grads), spec))]
-
-
 def _fake_pack_grads(grads: Sequence[Tensor], layout: str) -> list[Tensor]:
     spec = Layout.parse(layout)
     dtype = spec.travels(grads[0].dtype)
-    return [grads[0].new_empty(spec.size * n, dtype=dtype) for n in _lengths(wire.row_sizes(grads, spec), dtype, spec)]
+    sizes = wire.counts(wire.shapes_of(grads), spec)
+    return [grads[0].new_empty(spec.size * n, dtype=dtype) for n in _lengths(sizes, dtype, spec)]
 
 
 def _fake_sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
@@ -158,7 +149,6 @@ GATHER_PACKED: Any = define(
     "gather_direct.packed", f"(Tensor[] shards, {_SHAPES}, SymInt size, str group) -> Tensor", run_gather_packed, _gathered_like
 )
 define("unpack_full", f"(Tensor[] gathered, {_SHAPES}) -> Tensor[]", run_unpack_full, _fake_unpack_full, _ANY)
-define("rows_by_rank", "(Tensor[] grads, str layout) -> Tensor[]", run_rows_by_rank, _fake_rows_by_rank, _ANY)
 define("pack_grads", "(Tensor[] grads, str layout) -> Tensor[]", run_pack_grads, _fake_pack_grads, _ANY)
 define("sum_rows", "(Tensor[] rows, SymInt size, ScalarType dtype) -> Tensor", wire.sum_rows, _fake_sum_rows, _ANY)
 
@@ -167,7 +157,6 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     PACK_SHARDS: run_pack_shards,
     GATHER_PACKED: run_gather_packed,
     torch.ops.autoshard.unpack_full.default: run_unpack_full,
-    torch.ops.autoshard.rows_by_rank.default: run_rows_by_rank,
     torch.ops.autoshard.pack_grads.default: run_pack_grads,
     torch.ops.autoshard.sum_rows.default: wire.sum_rows,
 }

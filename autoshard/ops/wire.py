@@ -56,6 +56,12 @@ def split_like(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
 
+def padded_to(size: int, flat: Tensor) -> Tensor:
+    """A flat tensor with zeros behind it, of this size."""
+    missing = size - flat.numel()
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+
 @functools.cache
 def counts(full: tuple[Shape, ...], layout: Layout) -> tuple[int, ...]:
     """Elements that one process has in a flat tensor of each parameter of these full shapes."""
@@ -69,18 +75,23 @@ def is_even(full: Shape, layout: Layout) -> bool:
 
 def lies_by_rank(full: Shape, layout: Layout) -> bool:
     """Whether what is whole, of this shape, has one process's rows after the other's, as many of each: as they travel."""
-    return layout.turns == 1 and not layout.dim and is_even(full, layout)
+    return lies_in_order(layout) and is_even(full, layout)
+
+
+def lies_in_order(layout: Layout) -> bool:
+    """Whether one process's rows are behind the other's, and all that is padded behind these: the last ones have less, or none."""
+    return layout.turns == 1 and not (layout.sharded and (layout.dim or layout.owners))
 
 
 @functools.cache
 def apart(full: tuple[Shape, ...], layout: Layout, dtype: torch.dtype) -> tuple[int, ...]:
-    """Which parameters of these full shapes are gathered by themselves, as they lie: the large ones, or the only one, if every
-    process has as much of it and that is one message."""
+    """Which parameters of these full shapes are gathered by themselves, as they lie: the large ones, or the only one, if that is one
+    message."""
     sizes, most, least = counts(full, layout), layout.most(dtype), layout.apart
     return tuple(
         i
-        for i, (shape, size) in enumerate(zip(full, sizes))
-        if lies_by_rank(shape, layout)
+        for i, size in enumerate(sizes)
+        if lies_in_order(layout)
         and (not most or size <= most)
         and (len(full) == 1 or 0 < least <= size * layout.size * dtype.itemsize)
     )
@@ -188,28 +199,21 @@ def _by_holder(whole: Tensor, by_rank: Tensor, size: int, layout: Layout, begin:
     return found
 
 
-def rows_by_rank(grad: Tensor, layout: Layout) -> Tensor:
-    """(processes, elements of one): row r holds what belongs to position r of the group, and zeros behind its end."""
-    full = tuple(grad.shape)
-    (size,) = counts((full,), layout)
-    rows = grad.new_empty(layout.size, size) if is_even(full, layout) else grad.new_zeros(layout.size, size)
-    for part, place in _by_holder(grad.contiguous(), rows, size, layout):
-        place.copy_(part)
-    return rows
-
-
 def pack_rows(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """The flat tensors that go into reductions: for each process its rows of every gradient, all of which lie by rank.
+    """The flat tensors that go into reductions: for each process its rows of every gradient, and zeros behind their end.
 
     The mean's division is in the reduction's dtype and before it: that keeps fp16 sums in range. What is divided after it see in
     `Layout.divides`.
     """
-    dtype, sizes, found = layout.travels(grads[0].dtype), row_sizes(grads, layout), []
-    rows = [grad.reshape(layout.size, n) for grad, n in zip(grads, sizes)]
+    dtype, sizes, found = layout.travels(grads[0].dtype), counts(shapes_of(grads), layout), []
     over = layout.mean_over if layout.divides(grads[0].dtype) else 1
     for piece in cut(sizes, layout.most(dtype)):
         flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
-        _put_divided([rows[i][:, begin:end] for i, begin, end in piece], flat, over)
+        if all(lies_by_rank(tuple(grads[i].shape), layout) for i, _, _ in piece):
+            _put_divided([grads[i].reshape(layout.size, sizes[i])[:, begin:end] for i, begin, end in piece], flat, over)
+        else:
+            for (i, begin, _), rows in zip(piece, flat.split(lengths(piece), 1)):
+                _put_by_holder(grads[i], rows, sizes[i], layout, begin, over)
         found.append(flat.view(-1))
     return found
 
@@ -225,9 +229,17 @@ def _put_divided(parts: list[Tensor], flat: Tensor, over: int) -> None:
         flat.div_(over)
 
 
-def row_sizes(grads: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
-    """Elements that one process has of each of these, which lie by rank."""
-    return tuple(grad.numel() // layout.size for grad in grads)
+def _put_by_holder(grad: Tensor, rows: Tensor, size: int, layout: Layout, begin: int, over: int) -> None:
+    """Puts a gradient's elements from `begin` on into rows of processes, divided by `over`."""
+    if not is_even(tuple(grad.shape), layout):
+        rows.zero_()
+    for part, place in _by_holder(grad.contiguous(), rows, size, layout, begin):
+        if over > 1 and part.dtype == place.dtype:
+            torch.div(part, over, out=place)
+            continue
+        place.copy_(part)
+        if over > 1:
+            place.div_(over)
 
 
 def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
@@ -251,9 +263,9 @@ def unpack_shards(
     if not layout.sharded:
         return [t.to(dtype) for t in split_like(flat, full)]
     pieces = split_like(flat, [layout.with_chunk(shape) for shape in full])
-    return [piece.to(dtype) if piece.shape == shard else _without_padding(piece, shard, layout.dim).to(dtype) for piece, shard in zip(pieces, shards)]
+    return [_without_padding(piece, shard, layout.dim).to(dtype).contiguous() for piece, shard in zip(pieces, shards)]
 
 
 def _without_padding(piece: Tensor, shard: Shape, dim: int) -> Tensor:
     """What a process has of a padded piece."""
-    return piece.narrow(dim, 0, shard[dim]).contiguous()
+    return piece.narrow(dim, 0, shard[dim]) if piece.shape != shard else piece

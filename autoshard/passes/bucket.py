@@ -77,7 +77,8 @@ class Bucket:
             turns = context.plan.order_of_calls if FOR_CALL in node.meta else order
             position = turns[str(node.args[name_at])]
             groups[position, node.args[name_at - 1], _dtypes(node)].append(node)
-        keys = sorted(groups, key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1]), k[1], str(k[2])))
+        keys = sorted(groups, key=lambda k: (k[1], str(k[2])), reverse=reverse)  # as what of a group is used last is reduced first
+        keys.sort(key=lambda k: (-k[0] if reverse else k[0], _step(op, k[1])))
         rank = context.plan.rank_of
         ordered = [sorted(groups[k], key=lambda n: rank[n.args[name_at]], reverse=reverse) for k in keys]  # type: ignore[index]
         most = [self.mb * 1e6 or _most(op, str(layout), context.plan) for _, layout, _ in keys]

@@ -1,5 +1,5 @@
 """Decision: reductions of how many groups are on their way at once. Two, so that the link never waits for the computation; one where
-memory is short and a simulated step hardly takes longer: each holds the gradients that it was packed of."""
+memory is short and a simulated step hardly takes longer, or where nothing else makes it fit: each holds the gradients that it was packed of."""
 
 from __future__ import annotations
 
@@ -7,18 +7,32 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.plan import Plan
-from autoshard.units import bytes_text
 
 HARDLY = 1.01  # times as long, at most: what does not fit otherwise is computed again
 
 
 def choose_behind(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
-    """With as many as fit, or as few as take hardly longer. budget: bytes a process; None: no limit is known."""
+    """With one, where two do not fit, and that hardly takes longer. budget: bytes a process; None: no limit is known."""
     before = plan.predicted
     if budget is None or before.footprint <= budget or not before.step_seconds or plan.behind == 1:
         return plan
-    found = forecast(replace(plan, behind=1))
-    spared, took = before.footprint - found.predicted.footprint, found.predicted.step_seconds
-    if spared <= 0 or not took or took > HARDLY * before.step_seconds:
-        return plan
-    return found.because(f"each reduction is waited for before the next is packed: {bytes_text(spared)} less")
+    found = forecast(one_at_a_time(plan))
+    took = found.predicted.step_seconds
+    fewer = found.predicted.footprint < before.footprint
+    return found if fewer and took and took <= HARDLY * before.step_seconds else plan
+
+
+def fitting_behind(plan: Plan, budget: int, fitted: Callable[[Plan], Plan], look: Callable[[Plan, int], Plan], packed: int) -> Plan:
+    """The plan brought into the budget by `fitted`; where that does not do it, one with a single reduction on its way if that takes less,
+    however long. packed: bytes of gradients that one holds, at most: of what lacks more nothing is tried."""
+    found = fitted(plan)
+    if not 0 < found.predicted.footprint - budget <= packed or found.behind == 1 or not found.predicted.step_seconds:
+        return found
+    other = fitted(look(one_at_a_time(plan), budget))
+    return min(found, other, key=lambda each: each.predicted.footprint)
+
+
+def one_at_a_time(plan: Plan) -> Plan:
+    """With one reduction on its way."""
+    said = f"memory is short: each reduction is waited for before the next is packed, where {plan.behind} could be on their way"
+    return replace(plan, behind=1).because(said)

@@ -17,7 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
-from autoshard.passes.choose_behind import choose_behind
+from autoshard.passes.choose_behind import choose_behind, fitting_behind
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_halves import choose_halves
 from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts, pays
@@ -80,15 +80,19 @@ def make_plan(
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_behind(choose_unshard(plan, budget, whole, inventory), budget, whole)
 
+    def fitted(plan: Plan, budget: int) -> Plan:
+        packed = max((cost.reduced for cost in costs_of(plan, inventory)), default=0)
+        return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, packed)
+
     def mixed(plan: Plan) -> Plan:
         return whole(choose_sums(plan, inventory, where.cluster))
 
     if config.zero == "auto":
-        chosen, fitting = _choose(plans, inventory, config, where, look, fit)
+        chosen, fitting = _choose(plans, inventory, config, where, look, fitted)
         return choose_prefetch(choose_whole(chosen, fitting, where.budget, mixed), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
-    plan = _fitted(plan, budget, fit, look) if budget is not None else _in_its_own_memory(plan, fit, look)
+    plan = fitted(plan, budget) if budget is not None else _in_its_own_memory(plan, fit, look)
     _check_budget([plan], inventory, config, where)
     return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), where.budget, whole)
 
@@ -130,7 +134,7 @@ def _check_axes(axes: Axes, world: int) -> None:
 
 
 def _choose(
-    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fit: Fit | None
+    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fitted: Fit
 ) -> tuple[Plan, list[Plan]]:
     """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
     the next one if its messages hardly take longer, by themselves or together with the optimizer's step; stages whose messages take as long as
@@ -158,7 +162,7 @@ def _choose(
         if fits(which):
             whole.append(which)
         if where.budget is not None and may_fit(which):
-            plans[which] = _fitted(plans[which], where.budget, fit, look)
+            plans[which] = fitted(plans[which], where.budget)
         if fits(which):
             fitting.append(which)
     if not fitting:  # of what was not looked at it is not known what it takes

@@ -11,13 +11,11 @@ from autoshard.cost_model import step
 from autoshard.dtypes import dtype_named
 from autoshard.inventory import Inventory, ParameterInfo, floating, is_trained
 from autoshard.ops import wire
-from autoshard.ops.layout import Layout, dimension_of, goes_low_rank, layout_of, thin
+from autoshard.ops.layout import MUCH, Layout, cut_along, dimension_of, goes_low_rank, layout_of, thin
 from autoshard.ops.low_rank import residue_shapes
 from autoshard.ops.sparse import message_bytes
 from autoshard.plan import ParameterGroup, Plan
 from autoshard.units import counted
-
-SCARCE = 1.5  # times the bytes of parameters that travel
 
 
 def costs_of(plan: Plan, inventory: Inventory) -> list[step.GroupCost]:
@@ -54,6 +52,10 @@ def _cost(plan: Plan, group: ParameterGroup, infos: Sequence[ParameterInfo]) -> 
         low_rank=sum(p.elements for p in trained if p.name in thinned),
         thin=sum(thin(p.shape, plan.low_rank) for p in trained if p.name in thinned),
         rows=tuple(rows_of(plan, p) for p in infos if p.name in plan.by_rows),
+        otherwise=(
+            sum(_padded(p, layout) * _computed(plan, p) for p in used if layout.cutting(p.shape).dim),
+            sum(_padded(p, layout) * _travels(plan, p) for p in reduced if layout.cutting(p.shape).dim),
+        ),
         residue=sum(math.prod(shape) for p in trained if p.name in thinned for shape in residue_shapes(p.shape, plan.low_rank)),
     )
 
@@ -71,18 +73,19 @@ def whole_bytes(plan: Plan, p: ParameterInfo) -> tuple[int, int]:
 
 
 def scarce_rows(plan: Plan, inventory: Inventory) -> str:
-    """What is to be said where half as much again travels, or more, because parameters have fewer rows than processes share; ""
-    elsewhere."""
-    few = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1 and _rows(p, plan) < plan.shard_size]
-    costs = [cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1] if few else []
+    """What is to be said where half as much again travels, or more, because parameters have few rows for as many processes as share them;
+    "" elsewhere."""
+    size, shared = plan.shard_size, [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1]
+    costs = [cost for cost in costs_of(plan, inventory) if cost.optimizer_degree > 1] if shared else []
     brought, whole = sum(cost.brought for cost in costs), sum(cost.whole for cost in costs)
-    if not few or brought < SCARCE * whole:
+    if brought < MUCH * whole or not whole:
         return ""
-    worst = max(few, key=lambda p: (plan.shard_size - _rows(p, plan)) * p.elements / max(_rows(p, plan), 1))
-    rows, shard = _rows(worst, plan), math.gcd(_rows(worst, plan), plan.world)
+    worst = max(shared, key=lambda p: (_padded(p, layout_of(plan.group_of[p.name], plan, "+".join)) - p.elements) * _computed(plan, p))
+    rows, shard = _shares(worst, size), _evenly(worst, plan.world)
     mesh = f"; with mesh={{'replicate': {plan.world // shard}, 'shard': {shard}}} it is cut evenly" if shard > 1 else ""
+    held = f"{size - rows} hold none of it" if rows < size else f"some hold {-(-rows // size)} of them, others fewer or none"
     return (
-        f"{worst.name} has {counted(rows, 'row', 'rows')} for {plan.shard_size} processes: {plan.shard_size - rows} hold none of it, and "
+        f"{worst.name} has {counted(rows, 'row', 'rows')} for {size} processes: {held}, and "
         f"{brought / whole:.1f} times as many bytes travel as parameters have{mesh}"
     )
 
@@ -91,16 +94,21 @@ def all_rows_apart(plan: Plan, inventory: Inventory) -> str:
     """What is to be said where most bytes are of parameters with no more rows than processes share: no more of these can have some of
     them."""
     shared = [p for p in inventory.parameters if plan.group_of[p.name].degrees.optimizer > 1]
-    few = [p for p in shared if _rows(p, plan) <= plan.shard_size]
+    few = [p for p in shared if max(cut_along(p.shape)) <= plan.shard_size]
     if not few or 2 * sum(p.elements for p in few) < sum(p.elements for p in shared):
         return ""
     most = max(few, key=lambda p: p.elements)
-    return f"{most.name} has {counted(_rows(most, plan), 'row', 'rows')}, which as many processes share already"
+    return f"{most.name} has {counted(_shares(most, plan.shard_size), 'row', 'rows')}, which as many processes share already"
 
 
-def _rows(p: ParameterInfo, plan: Plan) -> int:
-    """How many it has to be shared: along the dimension in which it is cut."""
-    return p.shape[dimension_of(p.shape, plan.shard_size)]
+def _shares(p: ParameterInfo, size: int) -> int:
+    """How many so many processes may have of it: as many as the dimension has along which it is cut."""
+    return p.shape[dimension_of(p.shape, size)]
+
+
+def _evenly(p: ParameterInfo, world: int) -> int:
+    """The most processes that share it evenly, of those that so many can be parted into."""
+    return max(size for size in range(1, world + 1) if world % size == 0 and _shares(p, size) % size == 0)
 
 
 def _padded(p: ParameterInfo, layout: Layout) -> int:

@@ -1,10 +1,11 @@
-"""Rewrite: gathers start as many buckets ahead of their use as the plan says, reductions are waited for when those of as many groups are
+"""Rewrite: gathers start as many groups ahead of their use as the plan says, reductions are waited for when those of as many groups are
 on their way and the next is about to be packed. What is looked up in embeddings of which only rows travel comes first, since it is short
 and first used.
 
 With those of two groups on their way the link never waits for the computation, and no more than their buckets are held beside the one that
-is packed. Where a group's go over several groups of processes, one after the other, each of these counts. Gathers of saved values start as many of these
-ahead, but no sooner than as many groups, of which one's backward begins when that of the one before is reduced: there may be few of them.
+is packed. Where a group's go over several groups of processes, one after the other, each of these counts. Gathers of saved values start as
+many of these ahead, but no sooner than as many groups, of which one's backward begins when that of the one before is reduced: there may be
+few of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autoshard.plan import Plan
 
 @dataclass(frozen=True)
 class Overlap:
-    """ahead: how many buckets before its use a gather starts. behind: reductions of how many groups are on their way at once, at most.
+    """ahead: how many groups before their use gathers start. behind: reductions of how many groups are on their way at once, at most.
     Both 0: as the plan says."""
 
     ahead: int = 0
@@ -44,24 +45,26 @@ class Overlap:
 
     def run(self, gm: GraphModule, context: Context) -> GraphModule:
         head = _look_up_first(gm, context.plan)
-        self._prefetch(gm, self.ahead or context.plan.ahead, head)
+        self._prefetch(gm, context.plan, head)
         if context.phase == "backward":
             self._prefetch_parts(gm, self.ahead or context.plan.ahead)
             _wait_late(gm, self.behind or context.plan.behind)
         return gm
 
-    def _prefetch(self, gm: GraphModule, ahead: int, head: Node | None) -> None:
-        buckets = _messages([node for node in gm.graph.nodes if graphs.gathers(node)])
-        waits = [next(iter(bucket[-1].users)) for bucket in buckets]
-        ahead *= 2 if any(graphs.follows_another(bucket[0]) for bucket in buckets) else 1
-        for i, bucket in enumerate(buckets):
+    def _prefetch(self, gm: GraphModule, plan: Plan, head: Node | None) -> None:
+        together = _by_group(_messages([node for node in gm.graph.nodes if graphs.gathers(node)]), plan)
+        waits = [next(iter(buckets[0][-1].users)) for buckets in together]
+        ahead = (self.ahead or plan.ahead) * (2 if any(graphs.follows_another(buckets[0][0]) for buckets in together) else 1)
+        for i, buckets in enumerate(together):
             target = waits[i - ahead] if i >= ahead else head
-            assert target is not None  # what is gathered is an input
-            at = graphs.positions(gm.graph)
-            if at[bucket[-1]] > at[target]:
-                _move_after(graphs.sources_behind(bucket, target, at), target)
+            for bucket in buckets:
+                assert target is not None  # what is gathered is an input
+                at = graphs.positions(gm.graph)
+                if at[bucket[-1]] > at[target]:
+                    _move_after(graphs.sources_behind(bucket, target, at), target)
+                target = max(target, bucket[-1], key=graphs.positions(gm.graph).__getitem__)
             if i < ahead:
-                head = bucket[-1]
+                head = buckets[-1][-1]
 
     def _prefetch_parts(self, gm: GraphModule, ahead: int) -> None:
         parts = [node for node in gm.graph.nodes if graphs.gathers_part(node)]
@@ -99,9 +102,9 @@ def _wait_late(gm: GraphModule, behind: int) -> None:
 
 def _place_before(later: list[Node], started: Node, at: dict[Node, int]) -> Node:
     """In front of what packs a later reduction, so that what is done with the one that started there is over by then; or behind its start,
-    if it was packed before."""
+    if it was packed before, or is the second of its part, whose first is then on its way."""
     pack = next(node for node in at if node.meta.get("part") == later[0].meta["part"])
-    return pack if at[pack] > at[started] else later[-1].next
+    return pack if at[pack] > at[started] and not _takes_another(later[0]) else later[-1].next
 
 
 def _look_up_first(gm: GraphModule, plan: Plan) -> Node | None:
@@ -124,6 +127,22 @@ def _messages(starts: Sequence[Node]) -> list[list[Node]]:
     """These collectives, in graph order, those together that carry parts of one bucket over one group."""
 
     return [list(bucket) for _, bucket in itertools.groupby(starts, lambda node: (node.meta["part"], *_turn(node)))]
+
+
+def _by_group(buckets: Sequence[list[Node]], plan: Plan) -> list[list[list[Node]]]:
+    """Neighbours that are of one group, and of one step where there are two: such as are cut along different dimensions. What is gathered
+    once more is not beside itself."""
+    found: list[list[list[Node]]] = []
+    last: tuple[str, bool] | None = None
+    for bucket in buckets:
+        serves = graphs.serves(bucket[0])
+        key = plan.group_of[serves[0]].name, graphs.follows_another(bucket[0])
+        again = found and any(set(serves) & set(graphs.serves(other[0])) for other in found[-1])
+        if key != last or again:
+            found.append([])
+        found[-1].append(bucket)
+        last = key
+    return found
 
 
 def _turn(start: Node) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from autoshard import torch_internals
@@ -281,15 +281,17 @@ def unfit(parameter: Tensor) -> str:
     """Why a parameter cannot be stepped; "" if it can."""
     if not parameter.is_floating_point() or parameter.is_sparse or (parameter.grad is not None and parameter.grad.is_sparse):
         return f"a parameter of shape {tuple(parameter.shape)} that is, or whose gradient is, not dense and real"
-    if isinstance(parameter, DTensor) and not all(p.is_replicate() or _by_rows(p, parameter.ndim) for p in parameter.placements):
+    if isinstance(parameter, DTensor) and not _by_rows(parameter):
         return f"a parameter of shape {tuple(parameter.shape)} that lies as {parameter.placements}; legal: whole, or sharded by rows"
     ours, its = (getattr(t, "placements", None) for t in (parameter, parameter.grad))
     return "" if ours == its else f"a parameter of shape {tuple(parameter.shape)} that lies as {ours} and its gradient as {its}"
 
 
-def _by_rows(placement: Placement, ndim: int) -> bool:
-    """Whether rows of matrices are on one process each."""
-    return any(placement.is_shard(dim) for dim in range(max(1, ndim - 1)))
+def _by_rows(parameter: DTensor) -> bool:
+    """Whether rows of matrices are on one process each, and it is cut along one dimension if at all."""
+    cut = {p.dim for p in parameter.placements if isinstance(p, Shard)}
+    whole = all(p.is_replicate() or isinstance(p, Shard) for p in parameter.placements)
+    return whole and len(cut) <= 1 and cut <= set(range(max(1, parameter.ndim - 1)))
 
 
 def _across(parameter: Tensor) -> bool:

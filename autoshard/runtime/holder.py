@@ -116,11 +116,12 @@ def is_part(grad: Tensor) -> bool:
 
 def _as_part(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     """A reduced gradient as one process's part of a mean: no communication, zero where the rows are others'."""
-    cut = [(axis, at.dim) for axis, at in enumerate(grad.placements) if isinstance(at, Shard)] if isinstance(grad, DTensor) else []
-    if not isinstance(grad, DTensor) or not cut:
+    cut = {at.dim: axis for axis, at in enumerate(grad.placements) if isinstance(at, Shard)} if isinstance(grad, DTensor) else {}
+    if not cut:
         whole: Tensor = local(grad)
         return whole
-    ((axis, dim),) = cut
+    assert isinstance(grad, DTensor)
+    ((dim, axis),) = cut.items()  # sharding is along one
     whole = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     pieces = whole.chunk(grad.device_mesh.size(axis), dim)
     at = grad.device_mesh.get_local_rank(axis)
