@@ -209,37 +209,27 @@ def pack_rows(grads: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     over = layout.mean_over if layout.divides(grads[0].dtype) else 1
     for piece in cut(sizes, layout.most(dtype)):
         flat = grads[0].new_empty(layout.size, sum(lengths(piece)), dtype=dtype)
-        if all(lies_by_rank(tuple(grads[i].shape), layout) for i, _, _ in piece):
-            _put_divided([grads[i].reshape(layout.size, sizes[i])[:, begin:end] for i, begin, end in piece], flat, over)
+        of_piece = [grads[i] for i, _, _ in piece]
+        # On CPUs, where a pass through memory costs more than a call, copied and divided in one.
+        at_once = over if flat.device.type == "cpu" and all(grad.dtype == dtype for grad in of_piece) else 1
+        if at_once == 1 and all(lies_by_rank(shape, layout) for shape in shapes_of(of_piece)):
+            torch.cat([grads[i].reshape(layout.size, sizes[i])[:, begin:end] for i, begin, end in piece], 1, out=flat)
         else:
             for (i, begin, _), rows in zip(piece, flat.split(lengths(piece), 1)):
-                _put_by_holder(grads[i], rows, sizes[i], layout, begin, over)
-        found.append(flat.view(-1))
+                _put(grads[i], rows, sizes[i], layout, begin, at_once)
+        found.append((flat.div_(over) if at_once < over else flat).view(-1))
     return found
 
 
-def _put_divided(parts: list[Tensor], flat: Tensor, over: int) -> None:
-    """Puts these beside each other into `flat`, divided by `over`. On CPUs, where a pass through memory costs more than a call, in one."""
-    if over > 1 and flat.device.type == "cpu" and all(part.dtype == flat.dtype for part in parts):
-        for part, place in zip(parts, flat.split([part.shape[1] for part in parts], 1)):
-            torch.div(part, over, out=place)
-        return
-    torch.cat(parts, 1, out=flat)
-    if over > 1:
-        flat.div_(over)
-
-
-def _put_by_holder(grad: Tensor, rows: Tensor, size: int, layout: Layout, begin: int, over: int) -> None:
+def _put(grad: Tensor, rows: Tensor, size: int, layout: Layout, begin: int, over: int) -> None:
     """Puts a gradient's elements from `begin` on into rows of processes, divided by `over`."""
     if not is_even(tuple(grad.shape), layout):
         rows.zero_()
-    for part, place in _by_holder(grad.contiguous(), rows, size, layout, begin):
-        if over > 1 and part.dtype == place.dtype:
-            torch.div(part, over, out=place)
-            continue
-        place.copy_(part)
+    for part, place in _by_holder(grad, rows, size, layout, begin):
         if over > 1:
-            place.div_(over)
+            torch.div(part, over, out=place)
+        else:
+            place.copy_(part)
 
 
 def sum_rows(rows: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
