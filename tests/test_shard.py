@@ -78,6 +78,20 @@ def test_groups_of_processes_end_with_torch_s_own() -> None:
         assert group() is None
 
 
+def trained_by(plan: autoshard.Plan, model: nn.Module) -> Distance:
+    """How far five steps are from those of the plain model."""
+    plain = rank0_copy(model)
+    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
+    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
+    distance = Distance()
+    for inputs in inputs_of(5):
+        backward_beside(compiled, plain, inputs)
+        step_each(optimizer, reference)
+    with autoshard.gathered(compiled) as whole_model:
+        see_state(distance, whole_model, plain)
+    return distance
+
+
 def apart() -> tuple[Distance, list[int]]:
     """The first layer's rows live on rank 0 alone, the second's on rank 1: as pipeline stages will."""
     torch.manual_seed(0)
@@ -92,16 +106,7 @@ def apart() -> tuple[Distance, list[int]]:
         ),
     )  # fmt: skip
     assert plan.group_of.keys() == dict(model.named_parameters()).keys()
-    plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
-    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
-    distance = Distance()
-    for inputs in inputs_of(5):
-        backward_beside(compiled, plain, inputs)
-        step_each(optimizer, reference)
-    with autoshard.gathered(compiled) as whole_model:
-        see_state(distance, whole_model, plain)
-    return distance, [p.to_local().numel() for p in model.parameters()]  # type: ignore[attr-defined]
+    return trained_by(plan, model), [p.to_local().numel() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
 def test_parameters_on_a_mesh_that_excludes_this_rank(two: Cluster) -> None:
@@ -128,16 +133,7 @@ def on_two_of_three() -> tuple[Distance, int]:
     names = [[n for n, _ in model.named_parameters() if (n == "experts") is apart] for apart in (False, True)]
     groups = [autoshard.ParameterGroup(g[0], tuple(g), autoshard.Degrees(3, 3, 3), ranks=ranks) for g, ranks in zip(names, ((), (0, 2)))]
     plan = autoshard.Plan(world=3, axes=(("shard", 3),), groups=tuple(groups))
-    plain = rank0_copy(model)
-    compiled: Any = torch.compile(model, backend=autoshard.backend(config("auto", plan=plan, replicate_below="auto")))
-    optimizer, reference = sgd(model.parameters()), sgd(plain.parameters())
-    distance = Distance()
-    for inputs in inputs_of(3):
-        backward_beside(compiled, plain, inputs)
-        step_each(optimizer, reference)
-    with autoshard.gathered(compiled) as whole_model:
-        see_state(distance, whole_model, plain)
-    return distance, local(model.experts).numel()
+    return trained_by(plan, model), local(model.experts).numel()
 
 
 def test_some_processes_have_rows_along_another_dimension(three: Cluster) -> None:
