@@ -54,6 +54,18 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(x))).pow(2).mean()
 
 
+class Experts(Net):
+    """With some that are one parameter: of two or three processes the first is cut along its rows, the others by experts or, of three, along
+    their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.experts = nn.Parameter(torch.randn(1, 5, 8)), nn.Parameter(torch.randn(2, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum((x @ experts.mT).pow(2).mean() for experts in (self.expert, self.experts))
+
+
 class Encoder(nn.Module):
     """Without a loss of its own, for loops that put several outputs together."""
 

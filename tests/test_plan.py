@@ -22,7 +22,6 @@ from autoshard.errors import BudgetError, ConfigError, PassError, PlanError
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_unshard import _most, copies_of_blocks, keeping_none, keeping_of
 from autoshard.passes.choose_zero import Circumstances, make_plan
-from autoshard.passes.costs import costs_of
 from autoshard.passes.registry import pipeline_for
 from autoshard.planning import check_passes_carry_out, check_plan_fits, first_look
 from autoshard.units import parse_bytes
@@ -359,43 +358,6 @@ def test_no_copy_is_kept_where_not_even_one_fits() -> None:
     plans = [make_plan(blocks(), Config(zero=3, memory_budget=b), where(8, b), forecast) for b in (60, 120)]
     assert [_kept(plan) for plan in plans] == [[], ["layers.3"]]
     assert any("no whole copy kept" in why for why in plans[0].why)
-
-
-def test_rows_that_are_fewer_than_processes_are_said() -> None:
-    """Eight experts that are rows of a matrix travel to sixteen processes as sixteen."""
-    experts = Inventory("Net", tuple(info(f"layers.{i}.experts", 8, 1024 * 256) for i in range(4)))
-    said = "layers.0.experts has 8 rows for 16 processes: 8 hold none of it, and 2.0 times as many bytes travel as parameters have; with"
-    for zero, mesh, says in ((1, None, True), (0, None, False), (3, {"replicate": 2, "shard": 8}, False)):
-        plan = make_plan(experts, Config(zero=zero, mesh=mesh), where(16))  # type: ignore[arg-type]
-        assert any(why.startswith(f"{said} mesh={{'replicate': 2, 'shard': 8}}") for why in plan.why) is says
-    with pytest.raises(BudgetError, match=f"since more processes would not help: {said}"):
-        make_plan(experts, Config(), where(16, 2**20))
-
-
-def test_a_mesh_that_is_recommended_cuts_evenly() -> None:
-    """By the dimension along which so many processes cut it: 3 of 20 rows each are 20 rows for 64, and 3 for 4."""
-    experts = Inventory("Net", tuple(info(f"layers.{i}.experts", 3, 20, 4096) for i in range(4)))
-    (said,) = [why for why in make_plan(experts, Config(zero=3), where(64)).why if "for 64 processes" in why]
-    assert said.startswith("layers.0.experts has 20 rows for 64 processes: 44 hold none of it") and "mesh" not in said
-    router = dataclasses.replace(experts, parameters=(*experts.parameters, info("router", 3, 64)))
-    assert said in make_plan(router, Config(zero=3), where(64)).why, "little has even fewer rows"
-    wide = Inventory("Net", tuple(info(f"layers.{i}.experts", 3, 24, 4096) for i in range(4)))
-    (said,) = [why for why in make_plan(wide, Config(zero=3), where(64)).why if "for 64 processes" in why]
-    mesh = {"replicate": 8, "shard": 8}
-    assert f"with mesh={mesh} it is cut evenly" in said
-    costs = costs_of(make_plan(wide, Config(zero=3, mesh=mesh), where(64)), wide)
-    assert sum(cost.brought for cost in costs) == sum(cost.whole for cost in costs)
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_experts_that_are_fewer_than_processes_are_each_cut(zero: int) -> None:
-    """No byte of padding, on processes that are many more."""
-    experts = Inventory("Net", tuple(info(f"layers.{i}.experts", 8, 1024, 256) for i in range(4)))
-    plan = make_plan(experts, Config(zero=zero), where(64))
-    bytes_of_all = sum(p.elements * p.itemsize for p in experts.parameters)
-    costs = costs_of(plan, experts)
-    assert (sum(cost.held for cost in costs), sum(cost.brought for cost in costs)) == (bytes_of_all // 64, bytes_of_all)
-    assert not any("rows for 64 processes" in why for why in plan.why)
 
 
 def test_the_only_group_is_gathered_again() -> None:

@@ -19,7 +19,7 @@ from autoshard.runtime.dtensors import local
 from autoshard.runtime.processes import build_mesh
 from tests.cluster import Cluster
 from tests.parity import Distance, measure, rank0_copy, see_state, sgd, whole
-from tests.small import TOLERANCE, Net, backward_beside, compiled_pair, config, inputs_of, step_each
+from tests.small import TOLERANCE, Experts, Net, backward_beside, compiled_pair, config, inputs_of, step_each
 
 
 def on_two_axes() -> tuple[Distance, str, tuple[int, ...]]:
@@ -115,25 +115,14 @@ def test_parameters_on_a_mesh_that_excludes_this_rank(two: Cluster) -> None:
     assert held_by_0 == [120, 15, 0, 0] and held_by_1 == [0, 0, 120, 8]
 
 
-class Experts(Net):
-    """With one expert that is as wide as a stack of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(1, 5, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + (x @ self.experts.mT).pow(2).mean()
-
-
 def on_two_of_three() -> tuple[Distance, int]:
     """What is cut along another dimension than the first, where a process has none of it."""
     torch.manual_seed(0)
     model = Experts()
-    names = [[n for n, _ in model.named_parameters() if (n == "experts") is apart] for apart in (False, True)]
+    names = [[n for n, _ in model.named_parameters() if (n == "expert") is apart] for apart in (False, True)]
     groups = [autoshard.ParameterGroup(g[0], tuple(g), autoshard.Degrees(3, 3, 3), ranks=ranks) for g, ranks in zip(names, ((), (0, 2)))]
     plan = autoshard.Plan(world=3, axes=(("shard", 3),), groups=tuple(groups))
-    return trained_by(plan, model), local(model.experts).numel()
+    return trained_by(plan, model), local(model.expert).numel()
 
 
 def test_some_processes_have_rows_along_another_dimension(three: Cluster) -> None:

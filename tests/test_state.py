@@ -25,6 +25,7 @@ from tests.cluster import Cluster
 from tests.parity import Distance, rank0_copy, see_gradients, see_state, whole
 from tests.small import (
     TOLERANCE,
+    Experts,
     Net,
     backward_beside,
     compiled_pair,
@@ -35,18 +36,6 @@ from tests.small import (
 )
 
 NAMES = ["up.weight", "up.bias", "down.weight", "down.bias"]
-
-
-class Experts(Net):
-    """With some that are one parameter: of two or three processes the first is cut along its rows, the others by experts or, of three, along
-    their rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expert, self.experts = nn.Parameter(torch.randn(1, 5, 8)), nn.Parameter(torch.randn(2, 5, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + sum((x @ experts.mT).pow(2).mean() for experts in (self.expert, self.experts))
 
 
 def batch() -> Tensor:
