@@ -123,9 +123,18 @@ class Forecaster:
             "unknown": self.unknown(plan),
             "seconds": _parts(took),
             "seconds_error": accuracy.time_error(self.cluster.device, self.codegen),
-            "reserved": None if self.cluster.device.is_cpu else allocator.reserved(program),
-            "reserved_error": accuracy.reserved_error(self.cluster.device, self.codegen),
+            **({} if self.cluster.device.is_cpu else self._reserved(program)),
             "accumulating": self._accumulating(plan, curve),
+        }
+
+    def _reserved(self, program: Program) -> dict[str, Any]:
+        """What CUDA's allocator reserves, by its settings here and where segments expand; only without these it was measured."""
+        expandable, expanding = allocator.expands(), allocator.reserved(program, expanding=True)
+        return {
+            "reserved": expanding if expandable else allocator.reserved(program),
+            "reserved_error": None if expandable else accuracy.reserved_error(self.cluster.device, self.codegen),
+            "expandable": expandable,
+            "expanding": expanding,
         }
 
     def unknown(self, plan: Plan) -> tuple[str, ...]:

@@ -14,12 +14,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.cost_model.allocator import EXPANDABLE
 from autoshard.passes.group_parameters import WHOLE
 from autoshard.passes.manager import PassRun
 from autoshard.plan import THROUGH, Plan, verbs_of
 from autoshard.units import bytes_text, counted
 
 WIDTH = 80
+MUCH_LESS = 0.05  # of what is reserved
 _OF_MEMORY = ("activations", "temporaries")
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 _T = TypeVar("_T")
@@ -201,7 +203,8 @@ def _memory_table(plan: Plan) -> Table:
             table.add_row(category, bytes_text(size))
     table.add_row("in all" if predicted.place else "known so far", bytes_text(predicted.peak_bytes), style="bold")
     if predicted.reserved is not None:
-        table.add_row("reserved by CUDA's allocator", bytes_text(predicted.reserved))
+        how = ", whose segments expand" if predicted.expandable else ""
+        table.add_row(f"reserved by CUDA's allocator{how}", bytes_text(predicted.reserved))
     for unknown in predicted.unknown:
         if unknown in _OF_MEMORY:
             table.add_row(unknown, "not modelled")
@@ -221,7 +224,15 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     reserved = [bytes_text(max(least, round((predicted.reserved or 0) * (1 + e)))) for e in predicted.reserved_error or ()]
     more = [_sure("Reserved were", reserved, never)] if reserved else []
     measured = _sure("Measured peaks were", list(map(bytes_text, peaks)), never)
-    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), measured, *more]
+    return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), measured, *more, *_expanding(plan)]
+
+
+def _expanding(plan: Plan) -> list[RenderableType]:
+    """What another setting of the allocator would spare, if it is much."""
+    reserved, expanding = plan.predicted.reserved or 0, plan.predicted.expanding
+    if expanding is None or expanding > (1 - MUCH_LESS) * reserved:
+        return []
+    return [Text(f"With {EXPANDABLE} set it would reserve {bytes_text(expanding)} (not compared with a measurement).")]
 
 
 def _accumulating(plan: Plan) -> list[RenderableType]:

@@ -26,7 +26,7 @@ from autoshard.capture import Capture
 from autoshard.config import Config
 from autoshard.console import doing
 from autoshard.cost_model import accuracy
-from autoshard.cost_model.allocator import reserved
+from autoshard.cost_model.allocator import expands, reserved
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.liveness import Curve
 from autoshard.cost_model.optimizer import Existing, Make
@@ -88,7 +88,7 @@ class Way:
         """By the allocator, at one point."""
         assert self.program is not None
         if (point := tuple(sizes.values())) not in self._reserved:
-            self._reserved[point] = reserved(self.program, sizes)
+            self._reserved[point] = reserved(self.program, sizes, expanding=expands())
         return self._reserved[point]
 
 

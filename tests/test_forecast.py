@@ -14,7 +14,7 @@ import autoshard
 from autoshard import Config
 from autoshard.calibration.calls import small_step
 from autoshard.calibration.processor import parameters
-from autoshard.capture import capture
+from autoshard.capture import Capture, capture
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import DEVICES
 from autoshard.cost_model.liveness import CATEGORIES
@@ -266,6 +266,28 @@ def test_how_far_reserved_bytes_were_off_is_said_of_devices_that_were_compared()
         predicted = _plan(Forecaster(captured, NAMED["adamw"], Cluster(1, 1, DEVICES[name]), "eager"), 0).predicted
         assert (predicted.reserved is not None) == (name != "cpu") and (predicted.reserved_error is not None) == said
         assert ("Reserved were between" in rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))) == said
+
+
+def test_what_is_reserved_goes_by_the_settings_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, cluster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1).captured, Cluster(1, 1, DEVICES["h100"])
+    usual, text = _reserved(captured, cluster)
+    assert usual.reserved is not None and usual.expanding is not None and usual.reserved_error and not usual.expandable
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    expanding, other_text = _reserved(captured, cluster)
+    assert expanding.reserved == usual.expanding == expanding.expanding and expanding.expandable and expanding.reserved_error is None
+    assert "whose segments expand" in other_text and "whose segments expand" not in text and "Reserved were" not in other_text
+
+
+def _reserved(captured: Capture, cluster: Cluster) -> tuple[Prediction, str]:
+    predicted = _plan(Forecaster(captured, NAMED["adamw"], cluster, "eager"), 0).predicted
+    return predicted, rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=predicted)))
+
+
+def test_what_other_settings_of_the_allocator_spare_is_said_where_it_is_much() -> None:
+    predicted = Prediction({"parameters": 70 * 2**20}, place="mm", reserved=100 * 2**20, expanding=80 * 2**20)
+    for found, said in ((predicted, True), (replace(predicted, expanding=99 * 2**20), False), (replace(predicted, reserved=80 * 2**20), False)):
+        text = " ".join(rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=found))).split())
+        assert ("With PYTORCH_ALLOC_CONF=expandable_segments:True set it would reserve 80.00 MiB" in text) == said
 
 
 def test_complex_parameters_are_trained() -> None:

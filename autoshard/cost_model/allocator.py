@@ -4,12 +4,20 @@
 to 512 bytes and takes the smallest free block of its pool that holds it; of a larger one it splits its part off. Requests of
 up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones have a segment of their own,
 rounded up to 2 MiB. Freed blocks join their free neighbours. These are the rules of c10/cuda/CUDACachingAllocator.cpp as it
-is without PYTORCH_CUDA_ALLOC_CONF, for one stream. Seen: torch 2.11, 2.13.
+is without PYTORCH_ALLOC_CONF, for one stream. Seen: torch 2.11, 2.13.
+
+[Note: Expandable] With PYTORCH_ALLOC_CONF=expandable_segments:True each pool is one segment, as long as the device's memory
+and more, into which memory is mapped from its beginning on: pages of 2 MiB for small requests and of 20 MiB for others. What
+no free block holds is appended, to the last block where that is free. So free memory at the end never is too short, and of
+blocks that hold a request the last one is taken only where no other does. Any rest of 512 bytes is split off. Not compared
+with measurements.
 """
 
 from __future__ import annotations
 
 import bisect
+import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +27,23 @@ from autoshard.cost_model.program import Program
 KIB, MIB = 1 << 10, 1 << 20
 ROUND, SMALL, SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT, ROUND_OWN = 512, MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 _STEPS = 2  # what the first leaves reserved the second may not fit into
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+
+
+def expands() -> bool:
+    """Whether torch's settings, which are in the environment, have segments expand."""
+    said = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
+    return re.search(r"\bexpandable_segments\s*:\s*True\b", said) is not None
 
 
 @dataclass
 class Block:
-    """Bytes of a segment, with their neighbours in it."""
+    """Bytes of a segment, with their neighbours in it. address: where they begin, in segments one behind the other."""
 
     size: int
     small: bool
-    number: int
+    address: int
     free: bool = False
     before: Block | None = field(default=None, repr=False)
     behind: Block | None = field(default=None, repr=False)
@@ -35,7 +51,7 @@ class Block:
     @property
     def place(self) -> tuple[int, int]:
         """In the order in which free blocks are looked at."""
-        return self.size, self.number
+        return self.size, self.address
 
 
 class CachingAllocator:
@@ -44,15 +60,13 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.reserved = self.allocated = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._blocks: dict[int, Block] = {}  # free ones, by number
-        self._count = 0
+        self._blocks: dict[int, Block] = {}  # free ones, by address
 
     def allocate(self, size: int) -> Block:
         """A block of at least so many bytes."""
         size = max(-(-size // ROUND) * ROUND, ROUND)
         block = self._found(size, size <= SMALL) or self._segment(size)
-        rest = block.size - size
-        if rest >= ROUND and (block.small or rest > SMALL):
+        if self._is_split(block, block.size - size):
             self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -71,9 +85,11 @@ class CachingAllocator:
         """The smallest free block that holds it."""
         places = self._free[small]
         at = bisect.bisect_left(places, (size, -1))
-        if at == len(places):
-            return None
-        block = self._blocks[places[at][1]]
+        return self._taken(small, at) if at < len(places) else None
+
+    def _taken(self, small: bool, at: int) -> Block:
+        """One of the free blocks, which then is none of them."""
+        block = self._blocks[self._free[small][at][1]]
         self._take_out(block)
         return block
 
@@ -82,14 +98,13 @@ class CachingAllocator:
         shared = SMALL_SEGMENT if small else LARGE_SEGMENT
         length = shared if size < OWN_SEGMENT else -(-size // ROUND_OWN) * ROUND_OWN
         self.reserved += length
-        return self._new(length, small)
+        return Block(length, small, self.reserved - length)
 
-    def _new(self, size: int, small: bool) -> Block:
-        self._count += 1
-        return Block(size, small, self._count)
+    def _is_split(self, block: Block, rest: int) -> bool:
+        return rest >= ROUND and (block.small or rest > SMALL)
 
     def _split(self, block: Block, size: int) -> None:
-        rest = self._new(block.size - size, block.small)
+        rest = Block(block.size - size, block.small, block.address + size)
         rest.before, rest.behind, block.size = block, block.behind, size
         if block.behind is not None:
             block.behind.before = rest
@@ -104,26 +119,70 @@ class CachingAllocator:
             if other.behind is not None:
                 other.behind.before = block
         else:
-            block.before = other.before
+            block.before, block.address = other.before, other.address
             if other.before is not None:
                 other.before.behind = block
 
     def _put_in(self, block: Block) -> None:
         block.free = True
-        self._blocks[block.number] = block
+        self._blocks[block.address] = block
         bisect.insort(self._free[block.small], block.place)
 
     def _take_out(self, block: Block) -> None:
         places = self._free[block.small]
         places.pop(bisect.bisect_left(places, block.place))
-        del self._blocks[block.number]
+        del self._blocks[block.address]
 
 
-def reserved(program: Program, sizes: Mapping[str, int] | None = None) -> int:
-    """Bytes that are reserved at most while steps of a program repeat, at these sizes; what is not given is as in the trace."""
+class ExpandingAllocator(CachingAllocator):
+    """The same where segments expand ([Note: Expandable])."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = {True: Block(0, True, 0), False: Block(0, False, 1 << 60)}
+
+    def _found(self, size: int, small: bool) -> Block | None:
+        """The smallest free block that holds it, but the last one only where there is no other."""
+        places = self._free[small]
+        at = bisect.bisect_left(places, (size, -1))
+        if at == len(places):
+            return None
+        is_last = self._blocks[places[at][1]].behind is None
+        return self._taken(small, at + 1 if is_last and at + 1 < len(places) else at)
+
+    def _segment(self, size: int) -> Block:
+        """The last block, or an empty one behind it, with the pages that it lacks."""
+        last, page = self._last[size <= SMALL], SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT
+        if last.free:
+            self._take_out(last)
+        elif last.size:
+            last.behind = Block(0, last.small, last.address + last.size, before=last)
+            last = self._last[last.small] = last.behind
+        grown = -(-(size - last.size) // page) * page
+        self.reserved += grown
+        last.size += grown
+        return last
+
+    def _is_split(self, block: Block, rest: int) -> bool:
+        return rest >= ROUND
+
+    def _split(self, block: Block, size: int) -> None:
+        super()._split(block, size)
+        if self._last[block.small] is block and block.behind is not None:
+            self._last[block.small] = block.behind
+
+    def _join(self, block: Block, other: Block) -> None:
+        super()._join(block, other)
+        if self._last[block.small] is other:
+            self._last[block.small] = block
+
+
+def reserved(program: Program, sizes: Mapping[str, int] | None = None, *, expanding: bool = False) -> int:
+    """Bytes that are reserved at most while steps of a program repeat, at these sizes; what is not given is as in the trace.
+    expanding: where segments do ([Note: Expandable])."""
     open = program.open.at(sizes) if sizes else program.open
     bytes_of = [open.number(piece.bytes) for piece in program.pieces]
-    allocator, end = CachingAllocator(), len(program.operations)
+    allocator, end = ExpandingAllocator() if expanding else CachingAllocator(), len(program.operations)
     made: dict[int, list[int]] = defaultdict(list)
     gone: dict[int, list[int]] = defaultdict(list)
     for number, (piece, size) in enumerate(zip(program.pieces, bytes_of)):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.config import Config
+from autoshard.cost_model.allocator import EXPANDABLE
 from autoshard.inventory import Inventory
 from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.costs import all_rows_apart, scarce_rows
@@ -35,6 +36,8 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     divided, others = _divided(least, leanest)
     largest = max((c for c in memory if c not in _shared(least)), key=lambda c: memory[c], default="activations")
     again = config.recompute in ("none", "selective") and bool(blocks_of(least.group_of, least.stacks))
+    if least.predicted.expanding is not None and least.predicted.expanding <= budget:
+        return f"{EXPANDABLE} set, with which CUDA's allocator reserves {bytes_text(least.predicted.expanding)}, or {enough}"
     if again and largest == "activations" and least.predicted.footprint - memory.get(largest, 0) < budget:
         return f'recompute="auto", or {enough}'
     in_the_way = " and ".join(_in_the_way(least, config))
