@@ -13,22 +13,17 @@ export OMP_NUM_THREADS ?= 1
 # Modules are compiled when they are imported; most never are.
 export PIP_NO_COMPILE := 1
 
-.PHONY: demo test test-alone test-together test-all check bench bench-accuracy bench-links bench-recompute wheel clean
+.PHONY: demo test test-all check bench bench-accuracy bench-links bench-recompute wheel clean
 
 demo: $(VENV)/ready
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_llama.py --check --memory-budget $(or $(BUDGET),60MiB)
 
-test: test-alone test-together
-
-# Tests that need one process, two at a time, and those that start processes of their own.
-test-alone: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations 10 -m alone -n 2
-
-test-together: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations 20 -m "not alone"
+# Two at a time, also of those that start processes: these wait for each other a quarter of their time.
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q --durations 20 -n 2 --dist worksteal
 
 test-all: $(VENV)/ready
-	$(BIN)/python -m pytest -q --full
+	$(BIN)/python -m pytest -q --full -n 2 --dist worksteal
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

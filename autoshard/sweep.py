@@ -35,6 +35,8 @@ from autoshard.cost_model.schedule import Schedule
 from autoshard.cost_model.sizes import Open, truth
 from autoshard.errors import SweepError
 from autoshard.forecast import Forecaster
+from autoshard.inventory import Inventory
+from autoshard.passes.choose_behind import one_at_a_time, spares_much
 from autoshard.passes.choose_blocks import blocks_of
 from autoshard.passes.choose_unshard import dropped, keeping_none
 from autoshard.passes.choose_zero import Circumstances, at_stages
@@ -285,7 +287,12 @@ def _plans(forecast: Forecaster, config: Config, where: Circumstances) -> list[P
     plans = [q for p in at_stages(inventory, config, where) for q in ((p, keeping_none(p)) if dropped(p) else (p,))]
     possible = [p for p in plans if where.budget is None or forecast.at_least(p) <= where.budget]
     possible = possible or [min(reversed(plans), key=forecast.at_least)]  # which of its equals keeps no copies
-    return [p for stage in possible for p in _recomputed(stage, config)]
+    return [p for stage in possible for p in _on_less(_recomputed(stage, config), inventory, where.budget)]
+
+
+def _on_less(plans: Sequence[Plan], inventory: Inventory, budget: int | None) -> Sequence[Plan]:
+    """The plans, and the last of them, which takes the least, with one reduction on its way where that may count."""
+    return [*plans, one_at_a_time(plans[-1])] if spares_much(plans[-1], inventory, budget) else plans
 
 
 def _recomputed(plan: Plan, config: Config) -> Sequence[Plan]:

@@ -25,15 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the whole matrix (make test-all)")
 
 
-CLUSTERS = {"two", "three", "four", "cluster"}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        assert isinstance(item, pytest.Function)
-        if not CLUSTERS & set(item.fixturenames) and not hasattr(item.module, "launch"):
-            item.add_marker("alone")
     if config.getoption("--full"):
         return
     kept = [i for i in items if not i.get_closest_marker("full")]  # not by keyword: that is the name of a policy too

@@ -282,6 +282,24 @@ def test_where_nothing_fits_it_shows_what_takes_the_least() -> None:
     assert [(way.plan.stage, way.plan.axes) for way in sweep.ways] == [(3, (("shard", 4),))]
 
 
+def test_what_fits_with_one_reduction_on_its_way_does() -> None:
+    """As in a plan."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    config = Config(zero=1, codegen="eager", memory_budget="8MiB", mesh={"shard": 2})
+
+    def ways(budget: int) -> autoshard.sweep.Sweep:
+        torch.compiler.reset()
+        return autoshard.sweep(model, torch.zeros(2, 256), replace(config, memory_budget=budget), TWO)
+
+    peaks = {way.plan.behind: int(way.curve.peaks({"batch": np.array([2.0])})[0]) for way in ways(8 << 20).ways}
+    assert peaks[1] < peaks[2]
+    found = ways(peaks[1]).at(batch=2)
+    assert found.fits and ways(peaks[1]).ways[int(found.way)].plan.behind == 1
+    torch.compiler.reset()
+    assert autoshard.plan(model, torch.zeros(2, 256), replace(config, memory_budget=peaks[1]), TWO).behind == 1
+    assert {way.plan.behind for way in ways(1 << 30).ways} == {2}, "of a budget it would be next to nothing"
+
+
 def test_it_chooses_the_fastest_that_fits() -> None:
     sweep = _swept("small", "eager")
     swept = sweep.at(batch=np.arange(1, 9), sequence=16)

@@ -6,9 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from autoshard.inventory import Inventory
+from autoshard.passes.costs import costs_of
 from autoshard.plan import Plan
 
 HARDLY = 1.01  # times as long, at most: what does not fit otherwise is computed again
+MUCH = 0.01  # of a budget
+
+
+def packed(plan: Plan, inventory: Inventory) -> int:
+    """Bytes of gradients that one reduction holds, at most."""
+    return max((cost.reduced for cost in costs_of(plan, inventory)), default=0)
+
+
+def spares_much(plan: Plan, inventory: Inventory, budget: int | None) -> bool:
+    """Whether fewer reductions on their way may be what makes a step fit."""
+    return budget is not None and plan.behind > 1 and packed(plan, inventory) > MUCH * budget
 
 
 def choose_behind(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
@@ -22,11 +35,11 @@ def choose_behind(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pla
     return found if fewer and took and took <= HARDLY * before.step_seconds else plan
 
 
-def fitting_behind(plan: Plan, budget: int, fitted: Callable[[Plan], Plan], look: Callable[[Plan, int], Plan], packed: int) -> Plan:
+def fitting_behind(plan: Plan, budget: int, fitted: Callable[[Plan], Plan], look: Callable[[Plan, int], Plan], held: int) -> Plan:
     """The plan brought into the budget by `fitted`; where that does not do it, one with a single reduction on its way if that takes less,
-    however long. packed: bytes of gradients that one holds, at most: of what lacks more nothing is tried."""
+    however long. held: bytes that one has `packed`: of what lacks more nothing is tried."""
     found = fitted(plan)
-    if not 0 < found.predicted.footprint - budget <= packed or found.behind == 1 or not found.predicted.step_seconds:
+    if not 0 < found.predicted.footprint - budget <= held or found.behind == 1 or not found.predicted.step_seconds:
         return found
     other = fitted(look(one_at_a_time(plan), budget))
     return min(found, other, key=lambda each: each.predicted.footprint)

@@ -17,7 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
-from autoshard.passes.choose_behind import choose_behind, fitting_behind
+from autoshard.passes.choose_behind import choose_behind, fitting_behind, packed
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_halves import choose_halves
 from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts, pays
@@ -81,8 +81,7 @@ def make_plan(
         return choose_behind(choose_unshard(plan, budget, whole, inventory), budget, whole)
 
     def fitted(plan: Plan, budget: int) -> Plan:
-        packed = max((cost.reduced for cost in costs_of(plan, inventory)), default=0)
-        return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, packed)
+        return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, packed(plan, inventory))
 
     def mixed(plan: Plan) -> Plan:
         return whole(choose_sums(plan, inventory, where.cluster))
