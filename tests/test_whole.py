@@ -90,6 +90,17 @@ def test_not_where_nothing_is_gained_or_there_is_no_room(gains: Collection[int],
     assert len(whole_in(plan)) == found and (found or plan is best)
 
 
+@pytest.mark.parametrize(("travelling", "budget", "looks"), [(0, 3, 2), (1, 3, 3), (0, 5, 4)])
+def test_what_cannot_fit_by_its_states_is_not_simulated(travelling: int, budget: int, looks: int) -> None:
+    """Beside the activations, which are as much as a group; what travels may be spared."""
+    forecast = Forecast([f"layers.{i}" for i in range(4)])
+    plan = forecast(_look(1))
+    plan = replace(plan, predicted=replace(plan.predicted, memory={"activations": BYTES, "gathered": travelling * BYTES}))
+    forecast.asked.clear()
+    found = choose_whole(plan, [plan], (budget + travelling) * BYTES, forecast, lambda p: BYTES * len(whole_in(p)))
+    assert len(forecast.asked) == len(whole_in(found)) == looks
+
+
 @pytest.mark.parametrize(("gains", "found"), [((1,), 0), ((1, 2), 2)])
 def test_what_spares_less_than_predictions_are_off_by_is_left(gains: Collection[int], found: int) -> None:
     """Each spares 2 % here."""

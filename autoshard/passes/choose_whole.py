@@ -20,12 +20,16 @@ LOOKS = 8  # forecasts, each of which takes seconds; where there are more groups
 EACH = 0.997  # of the time without, at most: a look that spares less is not taken
 WORTH = 0.97  # of the time of the best of one stage, at most: what spares less was measured to be no faster
 WAITING = 0.05  # of a step; of who waits less a third would hardly be worth the looks
+_TRAVELLING = ("gathered", "communication")
 BACKWARD = 2 / 3  # of what is computed, as matmuls have it
 
 
-def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
+def choose_whole(
+    chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan], states: Callable[[Plan], int] = lambda plan: 0
+) -> Plan:
     """The chosen plan, or one of those that fit with some of its groups whole, where its step is shorter. chosen: the fastest of `fitting`,
-    of one stage each. budget: bytes a process; None: no limit is known."""
+    of one stage each. budget: bytes a process; None: no limit is known. states: bytes of parameters and the optimizer's states, which need no
+    forecast."""
     shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early]
     if not shared or not _may_gain(chosen):
         return chosen
@@ -34,7 +38,10 @@ def choose_whole(chosen: Plan, fitting: Sequence[Plan], budget: int | None, fore
     whole = set[str]() if chosen.sharded else {name for names in looks for name in names}
     for names in reversed(looks) if chosen.sharded else looks:
         others = whole.symmetric_difference(names)
-        further = forecast(with_whole(least, others))
+        looked_at = with_whole(least, others)
+        if budget is not None and _at_least(least, states(looked_at) - states(least)) > budget:
+            continue  # without a forecast, of which each takes seconds
+        further = forecast(looked_at)
         fits = budget is None or at_most(further.predicted) <= budget
         if fits and _seconds(further) <= EACH * _seconds(found):
             found, whole = further, others
@@ -50,6 +57,12 @@ def _may_gain(plan: Plan) -> bool:
     backward = sum(traffic.seconds for traffic in predicted.traffic if traffic.phase == "backward")
     room = not plan.sharded or backward < BACKWARD * predicted.seconds.get("compute", 0.0)
     return predicted.seconds.get("waiting", 0.0) > WAITING * _seconds(plan) and room
+
+
+def _at_least(least: Plan, more: int) -> int:
+    """Bytes of a step with so many more of states, though nothing of what travels were there."""
+    memory = least.predicted.memory
+    return least.predicted.peak_bytes + more - sum(memory.get(category, 0) for category in _TRAVELLING)
 
 
 def with_whole(plan: Plan, names: Collection[str]) -> Plan:

@@ -83,12 +83,16 @@ def make_plan(
     def fitted(plan: Plan, budget: int) -> Plan:
         return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, packed(plan, inventory))
 
+    def states(plan: Plan) -> int:
+        memory = predict(plan, inventory, config, where).predicted.memory
+        return memory["parameters"] + memory["optimizer"]
+
     def mixed(plan: Plan) -> Plan:
         return whole(choose_sums(plan, inventory, where.cluster))
 
     if config.zero == "auto":
         chosen, fitting = _choose(plans, inventory, config, where, look, fitted)
-        return choose_prefetch(choose_whole(chosen, fitting, where.budget, mixed), where.budget, whole)
+        return choose_prefetch(choose_whole(chosen, fitting, where.budget, mixed, states), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
     plan = fitted(plan, budget) if budget is not None else _in_its_own_memory(plan, fit, look)
