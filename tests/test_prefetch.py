@@ -63,6 +63,16 @@ def test_a_stage_that_was_asked_for_is_held_to_what_the_device_has(budget: int |
     assert make_plan(take_inventory(Net(), ()), config(3), where, partial(_simulated, [], (8, 4, 2, 1), 12)).ahead == ahead
 
 
+@pytest.mark.parametrize(("memory", "ahead"), [({1: 100, 2: 100}, 2), ({1: 100, 2: 101}, 1), ({1: 90, 2: 96}, 2), ({1: 90, 2: 97}, 1)])
+def test_room_for_what_predictions_are_off_is_asked_of_what_takes_more(memory: dict[int, int], ahead: int) -> None:
+    def forecast(plan: Plan) -> Plan:
+        seconds = {"compute": 8.0, "waiting": 4.0 / plan.ahead}
+        held = memory.get(plan.ahead, 1000)
+        return replace(plan, predicted=Prediction({"gathered": held}, error=(0.0, 0.04), seconds=seconds))
+
+    assert choose_prefetch(forecast(first_look(Net(), config(3), TWO)), 100, forecast).ahead == ahead
+
+
 @pytest.mark.parametrize("field", ["ahead", "behind"])
 def test_a_forecast_is_of_what_is_on_its_way_at_once(field: str) -> None:
     """Also of a plan that differs from one that was forecast before by that alone."""

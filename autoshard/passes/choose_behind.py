@@ -35,9 +35,9 @@ def choose_behind(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pla
     return found if fewer and took and took <= HARDLY * before.step_seconds else plan
 
 
-def fitting_behind(plan: Plan, budget: int, fitted: Callable[[Plan], Plan], look: Callable[[Plan, int], Plan], held: int) -> Plan:
+def fitting_behind(plan: Plan, budget: int, fitted: Callable[[Plan], Plan], look: Callable[[Plan, int], Plan], held: float) -> Plan:
     """The plan brought into the budget by `fitted`; where that does not do it, one with a single reduction on its way if that takes less,
-    however long. held: bytes that one has `packed`: of what lacks more nothing is tried."""
+    however long. held: of what lacks more bytes nothing is tried, as more than it has `packed` a reduction hardly spares."""
     found = fitted(plan)
     if not 0 < found.predicted.footprint - budget <= held or found.behind == 1 or not found.predicted.step_seconds:
         return found

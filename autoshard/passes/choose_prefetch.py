@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoshard.passes.choose_unshard import at_most
+from autoshard.passes.choose_unshard import has_room
 from autoshard.plan import Plan
 
 MOST = 4
@@ -21,8 +21,7 @@ def choose_prefetch(plan: Plan, budget: int | None, forecast: Callable[[Plan], P
     while found.ahead < MOST and waits(found):
         further = forecast(replace(found, ahead=found.ahead + 1))
         before, after = found.predicted.step_seconds, further.predicted.step_seconds
-        fits = budget is None or at_most(further.predicted) <= budget
-        if not fits or not before or not after or after > WORTH * before:
+        if not has_room(further, found, budget) or not before or not after or after > WORTH * before:
             break
         found = further
     if found is plan:

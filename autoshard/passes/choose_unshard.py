@@ -92,6 +92,12 @@ def _most(of: int, guess: int, fits: Callable[[int], bool]) -> int:
     return fewest
 
 
+def has_room(further: Plan, found: Plan, budget: int | None) -> bool:
+    """Whether a step that is faster fits as well: it takes no more than one that was found to fit, or less than the budget by what predictions
+    have been off."""
+    return budget is None or further.predicted.footprint <= found.predicted.footprint or at_most(further.predicted) <= budget
+
+
 def at_most(predicted: Prediction) -> float:
     """Bytes that a step may take, fragments and what predictions have been off by in them."""
     return predicted.footprint * (1 + max(predicted.error[1] if predicted.error else 0.0, 0.0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from autoshard.passes.choose_unshard import at_most
+from autoshard.passes.choose_unshard import has_room
 from autoshard.plan import Degrees, Plan
 from autoshard.units import counted
 
@@ -42,8 +42,7 @@ def choose_whole(
         if budget is not None and _at_least(least, states(looked_at) - states(least)) > budget:
             continue  # without a forecast, of which each takes seconds
         further = forecast(looked_at)
-        fits = budget is None or at_most(further.predicted) <= budget
-        if fits and _seconds(further) <= EACH * _seconds(found):
+        if has_room(further, found, budget) and _seconds(further) <= EACH * _seconds(found):
             found, whole = further, others
     if _seconds(found) > WORTH * _seconds(chosen):
         return chosen

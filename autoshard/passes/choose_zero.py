@@ -6,7 +6,7 @@ groups whole (`choose_whole`)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,8 +80,11 @@ def make_plan(
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_behind(choose_unshard(plan, budget, whole, inventory), budget, whole)
 
+    def at_last(plan: Plan, budget: int, held: float = math.inf) -> Plan:
+        return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, held)
+
     def fitted(plan: Plan, budget: int) -> Plan:
-        return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, packed(plan, inventory))
+        return at_last(plan, budget, packed(plan, inventory))
 
     def states(plan: Plan) -> int:
         memory = predict(plan, inventory, config, where).predicted.memory
@@ -91,12 +94,12 @@ def make_plan(
         return whole(choose_sums(plan, inventory, where.cluster))
 
     if config.zero == "auto":
-        chosen, fitting = _choose(plans, inventory, config, where, look, fitted)
+        chosen, fitting = _choose(plans, inventory, config, where, look, fitted, at_last)
         return choose_prefetch(choose_whole(chosen, fitting, where.budget, mixed, states), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
-    plan = fitted(plan, budget) if budget is not None else _in_its_own_memory(plan, fit, look)
-    _check_budget([plan], inventory, config, where)
+    plan = at_last(plan, budget) if budget is not None else _in_its_own_memory(plan, fit, look)
+    _check_budget(plan, inventory, config, where)
     return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), where.budget, whole)
 
 
@@ -137,13 +140,13 @@ def _check_axes(axes: Axes, world: int) -> None:
 
 
 def _choose(
-    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fitted: Fit
+    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fitted: Fit, at_last: Fit
 ) -> tuple[Plan, list[Plan]]:
     """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
     the next one if its messages hardly take longer, by themselves or together with the optimizer's step; stages whose messages take as long as
     each other's, as those of 1 and 2, count as one. What cannot fit is not asked about further; but for the leanest stage, of which it is
     said by how much."""
-    looked, fitting, whole = list[int](), list[int](), list[int]()  # these; all that fit; those of them that do as they are
+    looked, fitting, whole = dict[int, Plan](), list[int](), list[int]()  # as they are; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
     def fits(which: int) -> bool:
@@ -160,16 +163,18 @@ def _choose(
         if len({wire[one] for one in whole}) > 1 or (whole and all(took[which] > HARDLY * took[whole[0]] for took in (wire, known))):
             break
         if may_fit(which):
-            looked.append(which)
-            plans[which] = look(plans[which], where.budget)
+            plans[which] = looked[which] = look(plans[which], where.budget)
         if fits(which):
             whole.append(which)
         if where.budget is not None and may_fit(which):
             plans[which] = fitted(plans[which], where.budget)
         if fits(which):
             fitting.append(which)
-    if not fitting:  # of what was not looked at it is not known what it takes
-        _check_budget([plans[which] for which in looked], inventory, config, where)
+    if not fitting and where.budget is not None:  # of what was not looked at it is not known what it takes
+        last = min(reversed(looked), key=lambda s: plans[s].predicted.footprint)
+        plans[last] = at_last(looked[last], where.budget)
+        _check_budget(plans[last], inventory, config, where)
+        fitting.append(last)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)
     simulated = len(fitting) > 1 and plans[chosen].predicted.step_seconds is not None
     least = "the least time of those that were simulated and fit" if simulated else "the least time on the wire of those that fit"
@@ -248,11 +253,10 @@ def _with(plan: Plan) -> str:
     return f" with {' and '.join(others)}" if others else ""
 
 
-def _check_budget(plans: Sequence[Plan], inventory: Inventory, config: Config, where: Circumstances) -> None:
-    """Fails if no plan fits; a stage that the user pinned is held to a budget only if one was said."""
+def _check_budget(least: Plan, inventory: Inventory, config: Config, where: Circumstances) -> None:
+    """Fails if what takes the least does not fit; a stage that the user pinned is held to a budget only if one was said."""
     if where.budget is None or (config.zero != "auto" and config.memory_budget is None):
         return
-    least = min(reversed(plans), key=lambda p: p.predicted.footprint)
     short = least.predicted.footprint - where.budget
     if short <= 0:
         return
