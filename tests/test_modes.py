@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import autoshard
 from tests.cluster import Cluster
-from tests.parity import Distance, see_gradients, see_state, sgd
+from tests.models import Case, features
+from tests.parity import Distance, measure_case, see_gradients, see_state, sgd
 from tests.small import (
     TOLERANCE,
     Net,
@@ -218,3 +219,26 @@ def evaluated_first(zero: int) -> tuple[Distance, bool]:
 def test_the_first_call_may_be_in_inference_mode(two: Cluster, zero: int) -> None:
     for distance, inference in two.run(evaluated_first, zero):
         assert distance.worst <= TOLERANCE and not inference, distance
+
+
+class Flattened(nn.Module):
+    """What its head is trained on is as long as the image is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(1, 3, 4, 2, 1), nn.Linear(3 * 4 * 6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x)).flatten(1)).pow(2).mean()
+
+
+def _of_open_sizes(zero: int, codegen: str) -> Distance:
+    case = Case(Flattened, features(2, 1, 8, 12), loss=lambda out: out)
+    return measure_case(case, config(zero, codegen=codegen), dynamic=True)
+
+
+@pytest.mark.parametrize(("zero", "codegen"), [(0, "eager"), (3, "eager"), (1, "inductor"), in_full(3, "inductor")])
+def test_gradients_may_have_sizes_by_those_of_inputs(two: Cluster, zero: int, codegen: str) -> None:
+    """In the trace; it is the parameter's size all the same."""
+    for distance in two.run(_of_open_sizes, zero, codegen):
+        assert distance.worst <= TOLERANCE, distance
