@@ -6,7 +6,7 @@ import itertools
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -182,7 +182,8 @@ class FirstCall:
         forecast = self._forecaster(where) if self._chooses() or long else None
         fit = forecast.fit if forecast else None
         alike: Alike = forecast.alike if forecast else lambda _: ()
-        plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit, alike))
+        held: Callable[[Plan], int] = forecast.states if forecast else lambda _: 0
+        plan = self._of_family(make_plan(inventory, config, where, forecast or _as_it_is, fit, alike, held))
         return warned_of_rounding(plan, kinds, self.config.partition_activations)
 
     def _chooses(self) -> bool:

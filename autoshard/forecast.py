@@ -128,11 +128,11 @@ class Forecaster:
         }
 
     def _reserved(self, program: Program) -> dict[str, Any]:
-        """What CUDA's allocator reserves, by its settings here and where segments expand; only without these it was measured."""
+        """What CUDA's allocator reserves, by its settings here and where segments expand; only without any it was measured."""
         expandable, expanding = allocator.expands(), allocator.reserved(program, expanding=True)
         return {
             "reserved": expanding if expandable else allocator.reserved(program),
-            "reserved_error": None if expandable else accuracy.reserved_error(self.cluster.device, self.codegen),
+            "reserved_error": None if allocator.settings() else accuracy.reserved_error(self.cluster.device, self.codegen),
             "expandable": expandable,
             "expanding": expanding,
         }
@@ -177,9 +177,12 @@ class Forecaster:
 
     def at_least(self, plan: Plan) -> int:
         """Bytes that a process has when the optimizer steps, whatever the graphs do: its rows, their gradients, and the state."""
+        return self.states(plan) + _bytes_of(plan, filter(is_trained, self.captured.inventory.parameters))
+
+    def states(self, plan: Plan) -> int:
+        """Bytes of its rows and of the optimizer's state, which are there all the time."""
         held, _ = self._held(plan)
-        infos = self.captured.inventory.parameters
-        return held.optimizer + _bytes_of(plan, (*infos, *filter(is_trained, infos)))
+        return held.optimizer + _bytes_of(plan, self.captured.inventory.parameters)
 
     def fit(self, plan: Plan, budget: int) -> Plan:
         """The plan with recomputation that brings its peak into the budget in the least time; if nothing does, with that

@@ -59,7 +59,7 @@ def plan(
     if pinned is not None:
         made = forecast(predict(pinned, inventory, config, where))
     else:
-        made = make_plan(inventory, config, where, forecast, forecast.fit, forecast.alike)
+        made = make_plan(inventory, config, where, forecast, forecast.fit, forecast.alike, forecast.states)
     check_can_step(made, steppers)
     return made
 

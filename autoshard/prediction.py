@@ -28,14 +28,14 @@ class Traffic:
 class Prediction:
     """What the cost model says of a plan, for one process and one step.
 
-    memory: bytes by category at the moment of the peak. reserved: bytes that CUDA's caching allocator then has from the
-    driver, at most; None where there is no such allocator or nothing was simulated. expandable: whether its segments expand, by
-    the settings of where this was planned; expanding: bytes that are reserved where they do. place: that moment, an operation and the model's line. error: by
-    how much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a
-    step, by part: compute, waiting for collectives, the optimizer, what Python does for each parameter, and how much longer it takes
-    to launch all that; none where they were not simulated. seconds_error, reserved_error: as error. unknown: what the model leaves out, said in every table. budget: bytes that the process may use; None: no limit was
-    known. accumulating: bytes at the peak of a step whose gradients are added to those of an earlier one; None where it was not simulated, or
-    memory counts these already.
+    memory: bytes by category at the moment of the peak. reserved: bytes that CUDA's caching allocator then has from the driver, at most; None
+    where there is no such allocator or nothing was simulated. expandable: whether its segments expand, by the settings of where this was
+    planned; expanding: bytes that are reserved where they do. place: the moment of the peak, an operation and the model's line. error: by how
+    much of itself the measured peak was lower or higher than the predicted one in comparisons like this. seconds: of a step, by part: compute,
+    waiting for collectives, the optimizer, what Python does for each parameter, and how much longer it takes to launch all that; none where
+    they were not simulated. seconds_error, reserved_error: as error. unknown: what the model leaves out, said in every table. budget: bytes
+    that the process may use; None: no limit was known. accumulating: bytes at the peak of a step whose gradients are added to those of an
+    earlier one; None where it was not simulated, or memory counts these already.
     """
 
     memory: dict[str, int] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def _lines(sweep: Sweep, world: int, batches: Sequence[int], length: Sizes) -> I
             bytes_text(int(peak)),
             f"{seconds * 1e3:.2f}",
             _rate(batch * world / seconds),
-            "" if fits else "too large",
+            f"behind {plan.behind}" * (plan.behind < Plan.behind) if fits else "too large",
         ], bool(fits)
 
 

@@ -13,10 +13,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process s
 import pytest
 from hypothesis import settings
 
+from autoshard.cost_model.allocator import SETTINGS
 from tests.cluster import Cluster
 from tests.garbage import collect_seldom
 from tests.model_files import CONFIGS, MODEL
 
+for name in SETTINGS:  # what tests say of the allocator is of its default
+    os.environ.pop(name, None)
 settings.register_profile("untimed", deadline=None)  # other work on a machine fails no test
 settings.load_profile("untimed")
 

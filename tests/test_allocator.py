@@ -67,9 +67,10 @@ def test_segments_that_expand_grow_by_pages_behind_their_last_block() -> None:
     assert allocator.reserved == 60 * MIB  # three pages of 20
     allocator.release(blocks[1])
     assert allocator.allocate(3 * MIB).address == blocks[1].address, "3 are there at the end, but another block holds them"
-    allocator.release(blocks[2])  # 15 at the end, with what was left of the pages
+    beginning = blocks[1].address + 3 * MIB
+    allocator.release(blocks[2])  # 27 at the end, with what is free on both sides
     last = allocator.allocate(32 * MIB)
-    assert (last.address, last.size, allocator.reserved) == (blocks[2].address, 32 * MIB, 80 * MIB)
+    assert (last.address, last.size, allocator.reserved) == (beginning, 32 * MIB, 80 * MIB)
     assert allocator.allocate(100).size == 512 and allocator.reserved == 82 * MIB  # small ones have their own
 
 
@@ -122,12 +123,12 @@ def test_a_step_that_repeats_reserves_at_least_its_peak() -> None:
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:True"}, True),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True,expandable_segments:False"}, False),
     ],
 )
 def test_settings_are_read_as_torch_does(said: dict[str, str], found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     assert expands() is found
@@ -147,7 +148,7 @@ def test_a_budget_is_for_what_is_reserved() -> None:
     assert planned(14 * MIB).predicted.footprint == 14 * MIB
     with pytest.raises(BudgetError, match="a step takes 14.00 MiB") as refused:
         planned(12 * MIB)
-    assert "Cheapest fix: PYTORCH_ALLOC_CONF=expandable_segments:True set, with which CUDA's allocator reserves 11.00 MiB" in str(refused.value)
+    assert "Cheapest fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True set, by which CUDA's allocator should reserve 11.00 MiB" in str(refused.value)
     with pytest.raises(BudgetError) as refused:
         planned(10 * MIB)
     assert "expandable_segments" not in str(refused.value)
@@ -162,7 +163,7 @@ def test_it_reserves_what_cuda_s_does() -> None:
 def test_it_reserves_what_cuda_s_does_where_segments_expand() -> None:
     """In a process of its own, since torch reads the setting once."""
     script = "from tests.test_allocator import ExpandingAllocator, _beside_cuda_s; _beside_cuda_s(ExpandingAllocator())"
-    environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=Path(__file__).parents[1], check=True, timeout=120)
 
 

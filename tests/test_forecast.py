@@ -275,7 +275,25 @@ def test_what_is_reserved_goes_by_the_settings_of_the_allocator(monkeypatch: pyt
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     expanding, other_text = _reserved(captured, cluster)
     assert expanding.reserved == usual.expanding == expanding.expanding and expanding.expandable and expanding.reserved_error is None
-    assert "whose segments expand" in other_text and "whose segments expand" not in text and "Reserved were" not in other_text
+    assert "whose segments expand" in other_text and "whose segments expand" not in text and "Reserved were" in text
+    assert "Reserved were" not in other_text and "What is reserved so was never compared" in other_text
+
+
+def test_of_other_settings_it_is_not_known_how_far_predictions_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, cluster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 1).captured, Cluster(1, 1, DEVICES["h100"])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    predicted, _ = _reserved(captured, cluster)
+    assert not predicted.expandable and predicted.reserved_error is None
+
+
+def test_states_are_there_at_every_peak() -> None:
+    """Of the optimizer at hand, which may keep less than another of its name."""
+    forecaster = _forecaster(Net(), torch.randn(4, 3, 8, 8), 4)
+    for zero in (0, 3):
+        plan = _plan(forecaster, zero)
+        memory = plan.predicted.memory
+        assert forecaster.states(plan) == memory["parameters"] + memory["optimizer"]
+        assert forecaster.at_least(plan) - forecaster.states(plan) > 0
 
 
 def _reserved(captured: Capture, cluster: Cluster) -> tuple[Prediction, str]:
@@ -287,7 +305,7 @@ def test_what_other_settings_of_the_allocator_spare_is_said_where_it_is_much() -
     predicted = Prediction({"parameters": 70 * 2**20}, place="mm", reserved=100 * 2**20, expanding=80 * 2**20)
     for found, said in ((predicted, True), (replace(predicted, expanding=99 * 2**20), False), (replace(predicted, reserved=80 * 2**20), False)):
         text = " ".join(rendered(plan_tables(Plan(1, (("shard", 1),), (), predicted=found))).split())
-        assert ("With PYTORCH_ALLOC_CONF=expandable_segments:True set it would reserve 80.00 MiB" in text) == said
+        assert ("With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True set it would reserve 80.00 MiB" in text) == said
 
 
 def test_complex_parameters_are_trained() -> None:

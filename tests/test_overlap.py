@@ -183,23 +183,31 @@ def test_however_long_it_takes_where_nothing_else_makes_a_step_fit(recompute: st
     inventory = take_inventory(Blocks(), ())
     packed = 512 * 512 * 4 * 2
 
-    def planned(budget: int, asked: list[int]) -> Plan:
-        forecast = functools.partial(_forecast, {2: (packed + 10, 1.0), 1: (packed, 2.0)}, asked)
+    def planned(budget: int) -> Plan:
+        forecast = functools.partial(_forecast, {2: (packed + 10, 1.0), 1: (packed, 2.0)}, [])
         config = Config(zero=3, replicate_below=0, memory_budget=budget, recompute=recompute)  # type: ignore[arg-type]
         return make_plan(inventory, config, Circumstances(Cluster(1, 2, DEVICES["h100"]), budget), forecast, lambda plan, _: forecast(plan))
 
-    assert planned(packed + 10, []).behind == 2 and planned(packed, []).behind == 1
-    with pytest.raises(BudgetError, match=f"a step takes {bytes_text(packed)}"):
-        planned(packed - 1, [])
-    with pytest.raises(BudgetError, match=f"a step takes {bytes_text(packed)}"):
-        planned(10, [])
+    assert planned(packed + 10).behind == 2 and planned(packed).behind == 1
+    for budget in (packed - 1, 10):
+        with pytest.raises(BudgetError, match=f"a step takes {bytes_text(packed)}"):
+            planned(budget)
+
+
+def test_of_one_process_no_reduction_is_on_its_way() -> None:
+    asked: list[int] = []
+    forecast = functools.partial(_forecast, {2: (30, 1.0), 1: (10, 1.0)}, asked)
+    config, where = Config(memory_budget=20), Circumstances(Cluster(1, 1, DEVICES["h100"]), 20)
+    with pytest.raises(BudgetError, match="a step takes 30 B"):
+        make_plan(take_inventory(Blocks(), ()), config, where, forecast, lambda plan, _: forecast(plan))
+    assert asked and set(asked) == {2}
 
 
 @pytest.mark.parametrize("zero", ["auto", 3])
-def test_nothing_is_refused_that_one_reduction_on_its_way_makes_fit(zero: int | str) -> None:
+def test_what_takes_the_least_is_not_refused_if_one_reduction_on_its_way_makes_it_fit(zero: int | str) -> None:
     """Though it spares more than its gradients, as an allocator may hold less for it."""
-    packed, asked = 512 * 512 * 4 * 2, list[int]()
-    forecast = functools.partial(_forecast, {2: (4 * packed, 1.0), 1: (2 * packed, 2.0)}, asked)
+    packed = 512 * 512 * 4 * 2
+    forecast = functools.partial(_forecast, {2: (4 * packed, 1.0), 1: (2 * packed, 2.0)}, [])
 
     def planned(budget: int) -> Plan:
         config = Config(zero=zero, replicate_below=0, memory_budget=budget)  # type: ignore[arg-type]

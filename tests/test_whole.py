@@ -32,6 +32,10 @@ def whole_in(plan: Plan) -> list[str]:
     return [g.name for g in plan.groups if g.degrees.optimizer == 1]
 
 
+def no_states(plan: Plan) -> int:
+    return 0
+
+
 class Forecast:
     """A step is a tenth shorter for each of some groups that are whole, and a tenth longer for each other one. waiting: where none is.
     backward: of reductions."""
@@ -61,7 +65,7 @@ def _chosen(forecast: Forecast, stages: Iterable[int] = (1,), budget: int | None
     plans = [forecast(replace(_look(stage), **changes)) for stage in stages]  # type: ignore[arg-type]
     forecast.asked.clear()
     best = min(plans, key=lambda plan: plan.predicted.step_seconds or 0.0)
-    return choose_whole(best, plans, budget, forecast), best
+    return choose_whole(best, plans, budget, forecast, no_states), best
 
 
 def test_what_makes_a_step_shorter_is_whole_and_what_is_gathered_first_is_looked_at_first() -> None:
@@ -101,6 +105,19 @@ def test_what_cannot_fit_by_its_states_is_not_simulated(travelling: int, budget:
     assert len(forecast.asked) == len(whole_in(found)) == looks
 
 
+@pytest.mark.parametrize(("grows", "error", "found"), [(True, 0.0, 3), (True, 0.04, 2), (False, 0.04, 4)])
+def test_room_for_what_predictions_are_off_is_asked_of_what_takes_more(grows: bool, error: float, found: int) -> None:
+    simple = Forecast([f"layers.{i}" for i in range(4)])
+
+    def forecast(plan: Plan) -> Plan:
+        predicted = simple(plan).predicted
+        memory = predicted.memory if grows else {"parameters": 3 * BYTES}
+        return replace(plan, predicted=replace(predicted, memory=memory, error=(0.0, error)))
+
+    plan = forecast(_look(1))
+    assert len(whole_in(choose_whole(plan, [plan], 3 * BYTES, forecast, no_states))) == found
+
+
 @pytest.mark.parametrize(("gains", "found"), [((1,), 0), ((1, 2), 2)])
 def test_what_spares_less_than_predictions_are_off_by_is_left(gains: Collection[int], found: int) -> None:
     """Each spares 2 % here."""
@@ -114,7 +131,7 @@ def test_not_where_sums_are_others_or_nothing_was_simulated() -> None:
         plan, best = _chosen(forecast, **changes)
         assert plan is best and not forecast.asked
     unknown = _look(1)
-    assert choose_whole(unknown, [unknown], None, Forecast(["layers.1"])) is unknown
+    assert choose_whole(unknown, [unknown], None, Forecast(["layers.1"]), no_states) is unknown
 
 
 @pytest.mark.parametrize(("waiting", "backward"), [(0.05, 0.5), (1.0, 0.7)])
@@ -135,7 +152,7 @@ def test_many_groups_are_looked_at_in_few_looks() -> None:
     forecast = Forecast([f"layers.{i}" for i in range(count)])
     plan = forecast(_look(3, count))
     forecast.asked.clear()
-    assert len(whole_in(choose_whole(plan, [plan], None, forecast))) == count and len(forecast.asked) == LOOKS
+    assert len(whole_in(choose_whole(plan, [plan], None, forecast, no_states))) == count and len(forecast.asked) == LOOKS
     assert [len(names) for names in forecast.asked] == [*range(3, 3 * LOOKS, 3), count]
     assert all(abs(int(a[7:]) - int(b[7:])) >= LOOKS for a in forecast.asked[0] for b in forecast.asked[0] if a != b)
 

@@ -4,9 +4,9 @@
 to 512 bytes and takes the smallest free block of its pool that holds it; of a larger one it splits its part off. Requests of
 up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones have a segment of their own,
 rounded up to 2 MiB. Freed blocks join their free neighbours. These are the rules of c10/cuda/CUDACachingAllocator.cpp as it
-is without PYTORCH_ALLOC_CONF, for one stream. Seen: torch 2.11, 2.13.
+is where PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF say nothing, for one stream. Seen: torch 2.11, 2.13.
 
-[Note: Expandable] With PYTORCH_ALLOC_CONF=expandable_segments:True each pool is one segment, as long as the device's memory
+[Note: Expandable] With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True each pool is one segment, as long as the device's memory
 and more, into which memory is mapped from its beginning on: pages of 2 MiB for small requests and of 20 MiB for others. What
 no free block holds is appended, to the last block where that is free. So free memory at the end never is too short, and of
 blocks that hold a request the last one is taken only where no other does. Any rest of 512 bytes is split off. Not compared
@@ -27,14 +27,19 @@ from autoshard.cost_model.program import Program
 KIB, MIB = 1 << 10, 1 << 20
 ROUND, SMALL, SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT, ROUND_OWN = 512, MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 _STEPS = 2  # what the first leaves reserved the second may not fit into
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+_LARGE_ADDRESSES = 1 << 60  # so that blocks of both pools are told by their addresses
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
+EXPANDABLE = f"{SETTINGS[0]}=expandable_segments:True"
+
+
+def settings() -> str:
+    """What the environment says to torch's allocator; "": nothing."""
+    return next((os.environ[name] for name in SETTINGS if name in os.environ), "")
 
 
 def expands() -> bool:
-    """Whether torch's settings, which are in the environment, have segments expand."""
-    said = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
-    return re.search(r"\bexpandable_segments\s*:\s*True\b", said) is not None
+    """Whether these settings have segments expand: of what is said several times the last counts."""
+    return re.findall(r"\bexpandable_segments\s*:\s*(\w+)", settings())[-1:] == ["True"]
 
 
 @dataclass
@@ -139,7 +144,7 @@ class ExpandingAllocator(CachingAllocator):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = {True: Block(0, True, 0), False: Block(0, False, 1 << 60)}
+        self._last = {True: Block(0, True, 0), False: Block(0, False, _LARGE_ADDRESSES)}
 
     def _found(self, size: int, small: bool) -> Block | None:
         """The smallest free block that holds it, but the last one only where there is no other."""
@@ -147,7 +152,7 @@ class ExpandingAllocator(CachingAllocator):
         at = bisect.bisect_left(places, (size, -1))
         if at == len(places):
             return None
-        is_last = self._blocks[places[at][1]].behind is None
+        is_last = self._blocks[places[at][1]] is self._last[small]
         return self._taken(small, at + 1 if is_last and at + 1 < len(places) else at)
 
     def _segment(self, size: int) -> Block:
@@ -168,7 +173,8 @@ class ExpandingAllocator(CachingAllocator):
 
     def _split(self, block: Block, size: int) -> None:
         super()._split(block, size)
-        if self._last[block.small] is block and block.behind is not None:
+        if self._last[block.small] is block:
+            assert block.behind is not None  # the rest
             self._last[block.small] = block.behind
 
     def _join(self, block: Block, other: Block) -> None:

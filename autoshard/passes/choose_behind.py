@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.inventory import Inventory
+from autoshard.passes.choose_partition import Fit
 from autoshard.passes.costs import costs_of
 from autoshard.plan import Plan
 
@@ -21,13 +22,13 @@ def packed(plan: Plan, inventory: Inventory) -> int:
 
 def spares_much(plan: Plan, inventory: Inventory, budget: int | None) -> bool:
     """Whether fewer reductions on their way may be what makes a step fit."""
-    return budget is not None and plan.behind > 1 and packed(plan, inventory) > MUCH * budget
+    return budget is not None and not _has_one(plan) and packed(plan, inventory) > MUCH * budget
 
 
 def choose_behind(plan: Plan, budget: int | None, forecast: Callable[[Plan], Plan]) -> Plan:
     """With one, where two do not fit, and that hardly takes longer. budget: bytes a process; None: no limit is known."""
     before = plan.predicted
-    if budget is None or before.footprint <= budget or not before.step_seconds or plan.behind == 1:
+    if budget is None or before.footprint <= budget or not before.step_seconds or _has_one(plan):
         return plan
     found = forecast(one_at_a_time(plan))
     took = found.predicted.step_seconds
@@ -35,14 +36,24 @@ def choose_behind(plan: Plan, budget: int | None, forecast: Callable[[Plan], Pla
     return found if fewer and took and took <= HARDLY * before.step_seconds else plan
 
 
-def fitting_behind(plan: Plan, budget: int, fitted: Callable[[Plan], Plan], look: Callable[[Plan, int], Plan], held: float) -> Plan:
+def fitting_behind(plan: Plan, budget: int, fitted: Fit, look: Fit, short: int) -> Plan:
     """The plan brought into the budget by `fitted`; where that does not do it, one with a single reduction on its way if that takes less,
-    however long. held: of what lacks more bytes nothing is tried, as more than it has `packed` a reduction hardly spares."""
-    found = fitted(plan)
-    if not 0 < found.predicted.footprint - budget <= held or found.behind == 1 or not found.predicted.step_seconds:
+    however long. short: of what lacks more bytes this is not tried."""
+    found = fitted(plan, budget)
+    return leaner(found, plan, budget, fitted, look) if 0 < found.predicted.footprint - budget <= short else found
+
+
+def leaner(found: Plan, plan: Plan, budget: int, fitted: Fit, look: Fit) -> Plan:
+    """A plan as it was found to fit best, or with one reduction on its way: the one that takes less."""
+    if _has_one(found) or not found.predicted.step_seconds:
         return found
-    other = fitted(look(one_at_a_time(plan), budget))
+    other = fitted(look(one_at_a_time(plan), budget), budget)
     return min(found, other, key=lambda each: each.predicted.footprint)
+
+
+def _has_one(plan: Plan) -> bool:
+    """At most, as a lone process has none."""
+    return plan.behind == 1 or plan.leaves_alone
 
 
 def one_at_a_time(plan: Plan) -> Plan:

@@ -93,8 +93,7 @@ def _most(of: int, guess: int, fits: Callable[[int], bool]) -> int:
 
 
 def has_room(further: Plan, found: Plan, budget: int | None) -> bool:
-    """Whether a step that is faster fits as well: it takes no more than one that was found to fit, or less than the budget by what predictions
-    have been off."""
+    """Whether a step that is faster may be taken: it takes no more than the one before, or less than the budget by what predictions have been off."""
     return budget is None or further.predicted.footprint <= found.predicted.footprint or at_most(further.predicted) <= budget
 
 

@@ -20,26 +20,27 @@ LOOKS = 8  # forecasts, each of which takes seconds; where there are more groups
 EACH = 0.997  # of the time without, at most: a look that spares less is not taken
 WORTH = 0.97  # of the time of the best of one stage, at most: what spares less was measured to be no faster
 WAITING = 0.05  # of a step; of who waits less a third would hardly be worth the looks
-_TRAVELLING = ("gathered", "communication")
 BACKWARD = 2 / 3  # of what is computed, as matmuls have it
+_TRAVELLING = ("gathered", "communication")  # categories that whole groups may have nothing of
 
 
 def choose_whole(
-    chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan], states: Callable[[Plan], int] = lambda plan: 0
+    chosen: Plan, fitting: Sequence[Plan], budget: int | None, forecast: Callable[[Plan], Plan], states: Callable[[Plan], int]
 ) -> Plan:
     """The chosen plan, or one of those that fit with some of its groups whole, where its step is shorter. chosen: the fastest of `fitting`,
-    of one stage each. budget: bytes a process; None: no limit is known. states: bytes of parameters and the optimizer's states, which need no
+    of one stage each. budget: bytes a process; None: no limit is known. states: bytes of rows and of the optimizer's state, which need no
     forecast."""
     shared = [plan for plan in fitting if plan.sharded and not plan.compression and not plan.early]
     if not shared or not _may_gain(chosen):
         return chosen
     least, found = min(shared, key=_seconds), chosen
     looks = _looks(least)
+    kept = states(least)
     whole = set[str]() if chosen.sharded else {name for names in looks for name in names}
     for names in reversed(looks) if chosen.sharded else looks:
         others = whole.symmetric_difference(names)
         looked_at = with_whole(least, others)
-        if budget is not None and _at_least(least, states(looked_at) - states(least)) > budget:
+        if budget is not None and _at_least(least, states(looked_at) - kept) > budget:
             continue  # without a forecast, of which each takes seconds
         further = forecast(looked_at)
         if has_room(further, found, budget) and _seconds(further) <= EACH * _seconds(found):

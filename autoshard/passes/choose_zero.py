@@ -17,7 +17,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.dtypes import name_of_dtype
 from autoshard.errors import BudgetError, ConfigError
 from autoshard.inventory import Inventory, is_trained
-from autoshard.passes.choose_behind import choose_behind, fitting_behind, packed
+from autoshard.passes.choose_behind import choose_behind, fitting_behind, leaner, packed
 from autoshard.passes.choose_blocks import blocks_of, choose_stacks
 from autoshard.passes.choose_halves import choose_halves
 from autoshard.passes.choose_partition import Alike, Fit, Forecast, fitting_in_parts, pays
@@ -63,11 +63,13 @@ def make_plan(
     forecast: Forecast = lambda plan: plan,
     fit: Fit | None = None,
     alike: Alike = lambda plan: (),
+    states: Callable[[Plan], int] = lambda plan: 0,
 ) -> Plan:
     """The plan for this model, here. BudgetError if nothing fits, ConfigError if the mesh does not.
 
     forecast: completes a plan's prediction, which has parameters and what belongs to them only. fit: brings a plan into a
-    budget by recomputation, as far as that goes, where that is to be chosen. alike: see `choose_partition`.
+    budget by recomputation, as far as that goes, where that is to be chosen. alike: see `choose_partition`. states: see
+    `choose_whole`.
     """
     fit = fit if config.recompute == "auto" else None
     plans = at_stages(inventory, config, where)
@@ -80,15 +82,15 @@ def make_plan(
     def look(plan: Plan, budget: int | None) -> Plan:
         return choose_behind(choose_unshard(plan, budget, whole, inventory), budget, whole)
 
-    def at_last(plan: Plan, budget: int, held: float = math.inf) -> Plan:
-        return fitting_behind(plan, budget, lambda other: _fitted(other, budget, fit, look), look, held)
+    def bring(plan: Plan, budget: int) -> Plan:
+        return _fitted(plan, budget, fit, look)
 
     def fitted(plan: Plan, budget: int) -> Plan:
-        return at_last(plan, budget, packed(plan, inventory))
+        return fitting_behind(plan, budget, bring, look, packed(plan, inventory))
 
-    def states(plan: Plan) -> int:
-        memory = predict(plan, inventory, config, where).predicted.memory
-        return memory["parameters"] + memory["optimizer"]
+    def at_last(found: Plan, plan: Plan) -> Plan:
+        assert where.budget is not None  # or it would fit
+        return leaner(found, plan, where.budget, bring, look)
 
     def mixed(plan: Plan) -> Plan:
         return whole(choose_sums(plan, inventory, where.cluster))
@@ -98,7 +100,8 @@ def make_plan(
         return choose_prefetch(choose_whole(chosen, fitting, where.budget, mixed, states), where.budget, whole)
     budget = where.budget if config.memory_budget is not None else None
     plan = look(plans[0], budget)
-    plan = at_last(plan, budget) if budget is not None else _in_its_own_memory(plan, fit, look)
+    found = fitted(plan, budget) if budget is not None else _in_its_own_memory(plan, fit, look)
+    plan = at_last(found, plan) if budget is not None and found.predicted.footprint > budget else found
     _check_budget(plan, inventory, config, where)
     return choose_prefetch(plan.because(f"zero={config.zero} was asked for"), where.budget, whole)
 
@@ -140,12 +143,12 @@ def _check_axes(axes: Axes, world: int) -> None:
 
 
 def _choose(
-    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fitted: Fit, at_last: Fit
+    plans: list[Plan], inventory: Inventory, config: Config, where: Circumstances, look: Look, fitted: Fit, at_last: Callable[[Plan, Plan], Plan]
 ) -> tuple[Plan, list[Plan]]:
     """The fastest, and all that were asked about and fit. Asks for forecasts in the order of preference, until one fits as it is, and for
     the next one if its messages hardly take longer, by themselves or together with the optimizer's step; stages whose messages take as long as
     each other's, as those of 1 and 2, count as one. What cannot fit is not asked about further; but for the leanest stage, of which it is
-    said by how much."""
+    said by how much. at_last: takes what is found to take the least, and as it was before, and looks once more before all is refused."""
     looked, fitting, whole = dict[int, Plan](), list[int](), list[int]()  # as they are; all that fit; those of them that do as they are
     wire = [plan.predicted.communication_seconds for plan in plans]
 
@@ -170,9 +173,9 @@ def _choose(
             plans[which] = fitted(plans[which], where.budget)
         if fits(which):
             fitting.append(which)
-    if not fitting and where.budget is not None:  # of what was not looked at it is not known what it takes
+    if not fitting:  # of what was not looked at it is not known what it takes
         last = min(reversed(looked), key=lambda s: plans[s].predicted.footprint)
-        plans[last] = at_last(looked[last], where.budget)
+        plans[last] = at_last(plans[last], looked[last])
         _check_budget(plans[last], inventory, config, where)
         fitting.append(last)
     chosen = min(fitting, key=lambda s: plans[s].predicted.step_seconds or 0.0)

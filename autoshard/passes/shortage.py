@@ -29,6 +29,9 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     """In words, of the plan that takes the least. leanest: of those without a forecast that `leaving_more_open` admits. unable: as of
     `Circumstances`."""
     memory, enough = least.predicted.memory, f"a budget of {enough_text(least.predicted.footprint)}"
+    expanding = least.predicted.expanding
+    if expanding is not None and expanding <= budget:
+        return f"{EXPANDABLE} set, by which CUDA's allocator should reserve {bytes_text(expanding)} (never compared with a measurement), or {enough}"
     if least.low_rank:
         return f"another compression, with which rows can be sharded, or {enough}"
     if unable:
@@ -36,8 +39,6 @@ def cheapest_fix(least: Plan, leanest: Plan, inventory: Inventory, config: Confi
     divided, others = _divided(least, leanest)
     largest = max((c for c in memory if c not in _shared(least)), key=lambda c: memory[c], default="activations")
     again = config.recompute in ("none", "selective") and bool(blocks_of(least.group_of, least.stacks))
-    if least.predicted.expanding is not None and least.predicted.expanding <= budget:
-        return f"{EXPANDABLE} set, with which CUDA's allocator reserves {bytes_text(least.predicted.expanding)}, or {enough}"
     if again and largest == "activations" and least.predicted.footprint - memory.get(largest, 0) < budget:
         return f'recompute="auto", or {enough}'
     in_the_way = " and ".join(_in_the_way(least, config))

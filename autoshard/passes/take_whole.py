@@ -123,22 +123,21 @@ def _results(gm: GraphModule) -> Sequence[Node | None]:
     return gm.graph.output_node().args[0]  # type: ignore[return-value]
 
 
-def _of_known_sizes(gradient: Node, parameter: torch.Tensor) -> Node:
-    """Its sizes are the parameter's, though a trace whose inputs may be of any size can have them as expressions of these: of a linear layer behind
-    what flattens images."""
-    if all(isinstance(size, int) for size in gradient.meta["val"].shape):
-        return gradient
-    with gradient.graph.inserting_after(gradient):
-        known = gradient.graph.call_function(EXPAND, (gradient, list(parameter.shape)))
-    known.meta.update(gradient.meta, val=gradient.meta["val"].expand(parameter.shape))
-    return known
-
-
 def _reduce(gm: GraphModule, gradient: Node, whole: Whole, told: dict[str, Any]) -> Node:
     """Rows of a gradient, right behind it."""
-    gradient = _of_known_sizes(gradient, whole.value)
     behind = gm.graph.find_nodes(op="placeholder")[-1] if gradient.op == "placeholder" else gradient
     with gm.graph.inserting_after(behind):
         reduced = gm.graph.call_function(graphs.REDUCE_GRAD, (gradient, *whole.reduction()))
     reduced.meta.update(told, val=whole.rows.detach(), partitioner_tag="is_backward")
+    if not all(isinstance(size, int) for size in gradient.meta["val"].shape):
+        reduced.replace_input_with(gradient, _of_known_sizes(gradient, whole.value, reduced))
     return reduced
+
+
+def _of_known_sizes(gradient: Node, parameter: torch.Tensor, reader: Node) -> Node:
+    """Its sizes are the parameter's, though a trace whose inputs may be of any size can have them as expressions of these: of a linear layer behind
+    what flattens images."""
+    with gradient.graph.inserting_before(reader):
+        known = gradient.graph.call_function(EXPAND, (gradient, list(parameter.shape)))
+    known.meta.update(reader.meta, val=gradient.meta["val"].expand(parameter.shape))
+    return known
