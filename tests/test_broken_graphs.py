@@ -15,7 +15,7 @@ from autoshard.errors import BudgetError
 from autoshard.report import plan_tables, rendered
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state
-from tests.small import TOLERANCE, backward_beside, compiled_pair, config, inputs_of
+from tests.small import TOLERANCE, backward_beside, compiled_pair, config, in_full, inputs_of
 
 MIB = 2.0**20
 
@@ -153,7 +153,7 @@ def beside_the_plain(zero: int) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_what_torch_would_break_by_itself_is_broken(two: Cluster, zero: int) -> None:
     for distance in two.run(beside_the_plain, zero):
         assert distance.worst <= TOLERANCE, distance

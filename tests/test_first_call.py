@@ -194,7 +194,7 @@ def finds(way: str, name: str) -> tuple[bool, float, float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [(n, w) if n == "plain" or w == "_compile" else in_full(n, w) for n in MODELS for w in WAYS]
+    ("name", "way"), [(n, w) if (n == "plain") != (w == "_compile") else in_full(n, w) for n in MODELS for w in WAYS]
 )
 def test_the_compiled_module_is_found(two: Cluster, way: str, name: str) -> None:
     for sharded, error, compiled in two.run(finds, way, name):

@@ -8,7 +8,7 @@ from torch import Tensor, nn, optim
 
 from tests.cluster import Cluster
 from tests.parity import Distance, see_state
-from tests.small import TOLERANCE, Net, compiled_pair, config, inputs_of
+from tests.small import TOLERANCE, Net, compiled_pair, config, in_full, inputs_of
 
 
 def in_double() -> nn.Module:
@@ -40,7 +40,7 @@ def by_lbfgs(search: str | None, steps: int) -> Distance:
     return distance
 
 
-@pytest.mark.parametrize("search", ["strong_wolfe", None])
+@pytest.mark.parametrize("search", ["strong_wolfe", in_full(None)])
 def test_lbfgs_by_the_mean_loss(two: Cluster, search: str | None) -> None:
     for distance in two.run(by_lbfgs, search, 3):
         assert distance.worst <= TOLERANCE, distance

@@ -136,7 +136,7 @@ def leave_out(zero: int, left_out: list[list[int]]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_all_may_leave_out_the_same_block(two: Cluster, zero: int) -> None:
     for found in two.run(leave_out, zero, [[0, 0], [1, 1], [0, 0], [0, 0], [2, 2], [1, 1]]):
         assert len(found) == 6 * 4 and max(found) < 1e-6

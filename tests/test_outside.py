@@ -142,7 +142,7 @@ def a_batch_that_forward_refuses(inside: bool, error: type[Exception]) -> tuple[
     return said, [float(whole(g).sum()) for g in grads], [float(whole(g).sum()) for g in expected]
 
 
-@pytest.mark.parametrize(("inside", "error"), [(False, ValueError), (True, ValueError), (False, RuntimeError)])
+@pytest.mark.parametrize(("inside", "error"), [(False, ValueError), (True, ValueError), in_full(False, RuntimeError)])
 def test_what_forward_raises_is_the_user_s_and_no_end(two: Cluster, inside: bool, error: type[Exception]) -> None:
     for said, grads, expected in two.run(a_batch_that_forward_refuses, inside, error):
         assert said == ["nothing", *[f"{error.__name__}: two dimensions, please", "nothing"] * 2]

@@ -19,7 +19,17 @@ from autoshard.runtime.dtensors import local
 from autoshard.runtime.processes import build_mesh
 from tests.cluster import Cluster
 from tests.parity import Distance, measure, rank0_copy, see_state, sgd, whole
-from tests.small import TOLERANCE, Experts, Net, backward_beside, compiled_pair, config, inputs_of, step_each
+from tests.small import (
+    TOLERANCE,
+    Experts,
+    Net,
+    backward_beside,
+    compiled_pair,
+    config,
+    in_full,
+    inputs_of,
+    step_each,
+)
 
 
 def on_two_axes() -> tuple[Distance, str, tuple[int, ...]]:
@@ -199,7 +209,7 @@ def deleted(zero: int) -> list[bool]:
     return [ref() is not None for ref in alive]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, in_full(1), 3])
 def test_a_model_that_was_deleted_is_gone(two: Cluster, zero: int) -> None:
     assert not any(map(any, two.run(deleted, zero)))
 

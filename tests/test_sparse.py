@@ -247,7 +247,7 @@ def test_a_tied_embedding_is_around_blocks_that_are_graphs(two: Cluster, zero: i
         assert found.far < 1e-5 and found.by_rows == (2 if zero else 1), found
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [in_full(0), 3])
 def test_what_waited_of_a_tied_embedding_is_in_the_mean(two: Cluster, zero: int) -> None:
     for found in two.run(seen, planned_tied(zero), "eager", [8, 5], LOOKED_UP, True, Tied):
         assert found.far < 1e-5

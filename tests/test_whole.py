@@ -178,8 +178,19 @@ def _distance(make: Callable[[], nn.Module], width: int, settings: autoshard.Con
     return measure_case(Case(make, features(4, width), lambda loss: loss), settings)
 
 
-@pytest.mark.parametrize(("zero", "codegen"), [(1, "eager"), (3, "eager"), in_full(2, "eager"), in_full(3, "inductor")])
-@pytest.mark.parametrize(("make", "width"), [(Blocks, 512), (_many, 256)])
+@pytest.mark.parametrize(
+    ("make", "width", "zero", "codegen"),
+    [
+        (Blocks, 512, 1, "eager"),
+        (_many, 256, 3, "eager"),
+        in_full(Blocks, 512, 3, "eager"),
+        in_full(_many, 256, 1, "eager"),
+        in_full(Blocks, 512, 2, "eager"),
+        in_full(_many, 256, 2, "eager"),
+        in_full(Blocks, 512, 3, "inductor"),
+        in_full(_many, 256, 3, "inductor"),
+    ],
+)
 def test_training_is_the_same(two: Cluster, zero: int, codegen: str, make: Callable[[], nn.Module], width: int) -> None:
     """Losses, gradients, their norm and parameters, by a plan that was made for other machines."""
     plan = autoshard.plan(make(), torch.zeros(4, width), config(zero), with_rate(TWO, 125e6))
