@@ -57,6 +57,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         torch.compiler.reset()
         if number % COLLECT_EVERY == 0:
             gc.collect()
+            gc.freeze()  # what torch keeps of all that was compiled, or each look at what is alive would go through it
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
