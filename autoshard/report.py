@@ -222,7 +222,7 @@ def _peak_lines(plan: Plan) -> list[RenderableType]:
     never = "Never compared with a measurement on this kind of device."
     least = peaks[0] if peaks else 0  # nothing is reserved that is less than what is held
     reserved = [bytes_text(max(least, round((predicted.reserved or 0) * (1 + e)))) for e in predicted.reserved_error or ()]
-    more = [_sure("Reserved were", reserved, "What is reserved so was never compared with a measurement.")] if predicted.reserved else []
+    more = [_sure("Reserved were", reserved, "What is reserved so was never compared with a measurement.")] if predicted.reserved and peaks else []
     measured = _sure("Measured peaks were", list(map(bytes_text, peaks)), never)
     return [Text(f"The peak is at {predicted.place}."), *_accumulating(plan), measured, *more, *_expanding(plan)]
 
