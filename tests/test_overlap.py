@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from autoshard.config import Config
-from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.hardware import DEVICES
-from autoshard.errors import BudgetError, PassError, PlanError
-from autoshard.inventory import take_inventory
+from autoshard.errors import PassError, PlanError
 from autoshard.passes import graphs as passgraphs
 from autoshard.passes import registry
 from autoshard.passes.base import Context
-from autoshard.passes.choose_behind import choose_behind
-from autoshard.passes.choose_zero import Circumstances, make_plan
 from autoshard.passes.overlap import Overlap
 from autoshard.plan import Plan
-from autoshard.prediction import Prediction
-from autoshard.units import bytes_text
 from tests.rewriting import Blocks, kind, plan_for, rewritten
 
 pytestmark = pytest.mark.usefixtures("many_processes")
@@ -144,93 +135,6 @@ def test_collectives_of_the_model_itself_stay_where_they_are() -> None:
     gm.graph.lint()
     found = [str(node.target).split(".")[1][:6] for node in gm.graph.nodes if node.op == "call_function"]
     assert found == ["all_re", "wait_t"] + ["reduce"] * 4 + (["wait_t"] * 2 + ["reduce"] * 2) * 2 + ["wait_t"] * 4, found
-
-
-def _forecast(takes: dict[int, tuple[int, float]], asked: list[int], plan: Plan) -> Plan:
-    """A plan of which a step takes so many bytes and seconds by how many reductions are on their way."""
-    asked.append(plan.behind)
-    memory, seconds = takes[plan.behind]
-    return replace(plan, predicted=Prediction({"communication": memory}, seconds={"compute": seconds}))
-
-
-@pytest.mark.parametrize(
-    ("budget", "one", "behind", "simulated"),
-    [
-        (None, (10, 1.0), 2, []),
-        (30, (10, 1.0), 2, []),
-        (29, (10, 1.0), 1, [1]),
-        (29, (29, 1.01), 1, [1]),
-        (5, (20, 1.0), 1, [1]),  # others make it fit
-        (29, (10, 1.02), 2, [1]),
-        (29, (30, 1.0), 2, [1]),
-    ],
-)
-def test_fewer_are_on_their_way_where_memory_is_short_and_that_takes_no_time(
-    budget: int | None, one: tuple[int, float], behind: int, simulated: list[int]
-) -> None:
-    asked: list[int] = []
-    forecast = functools.partial(_forecast, {2: (30, 1.0), 1: one}, asked)
-    plan = forecast(plan_for(Blocks(), 3))
-    asked.clear()
-    found = choose_behind(plan, budget, forecast)
-    assert (found.behind, asked) == (behind, simulated)
-    assert found == plan if behind == 2 else "before the next is packed" in found.why[-1]
-
-
-@pytest.mark.parametrize("recompute", ["auto", "none"])
-def test_however_long_it_takes_where_nothing_else_makes_a_step_fit(recompute: str) -> None:
-    """Before it is refused; of which it is said what it takes."""
-    inventory = take_inventory(Blocks(), ())
-    packed = 512 * 512 * 4 * 2
-
-    def planned(budget: int) -> Plan:
-        forecast = functools.partial(_forecast, {2: (packed + 10, 1.0), 1: (packed, 2.0)}, [])
-        config = Config(zero=3, replicate_below=0, memory_budget=budget, recompute=recompute)  # type: ignore[arg-type]
-        return make_plan(inventory, config, Circumstances(Cluster(1, 2, DEVICES["h100"]), budget), forecast, lambda plan, _: forecast(plan))
-
-    assert planned(packed + 10).behind == 2 and planned(packed).behind == 1
-    for budget in (packed - 1, 10):
-        with pytest.raises(BudgetError, match=f"a step takes {bytes_text(packed)}"):
-            planned(budget)
-
-
-def test_of_one_process_no_reduction_is_on_its_way() -> None:
-    asked: list[int] = []
-    forecast = functools.partial(_forecast, {2: (30, 1.0), 1: (10, 1.0)}, asked)
-    config, where = Config(memory_budget=20), Circumstances(Cluster(1, 1, DEVICES["h100"]), 20)
-    with pytest.raises(BudgetError, match="a step takes 30 B"):
-        make_plan(take_inventory(Blocks(), ()), config, where, forecast, lambda plan, _: forecast(plan))
-    assert asked and set(asked) == {2}
-
-
-@pytest.mark.parametrize("zero", ["auto", 3])
-def test_what_takes_the_least_is_not_refused_if_one_reduction_on_its_way_makes_it_fit(zero: int | str) -> None:
-    """Though it spares more than its gradients, as an allocator may hold less for it."""
-    packed = 512 * 512 * 4 * 2
-    forecast = functools.partial(_forecast, {2: (4 * packed, 1.0), 1: (2 * packed, 2.0)}, [])
-
-    def planned(budget: int) -> Plan:
-        config = Config(zero=zero, replicate_below=0, memory_budget=budget)  # type: ignore[arg-type]
-        where = Circumstances(Cluster(1, 2, DEVICES["h100"]), budget)
-        return make_plan(take_inventory(Blocks(), ()), config, where, forecast, lambda plan, _: forecast(plan))
-
-    assert planned(2 * packed).behind == 1
-    with pytest.raises(BudgetError, match=f"at best, .* a step takes {bytes_text(2 * packed)}"):
-        planned(2 * packed - 1)
-
-
-def test_before_anything_is_computed_again() -> None:
-    """A plan's recomputation is chosen with what then is left."""
-    seen: list[int] = []
-
-    def fit(plan: Plan, budget: int) -> Plan:
-        seen.append(plan.behind)
-        return replace(plan, recompute=(("layers.0", "full"),), predicted=replace(plan.predicted, memory={"activations": budget}))
-
-    forecast = functools.partial(_forecast, {2: (30, 1.0), 1: (25, 1.0)}, [])
-    config = Config(zero=3, replicate_below=0, memory_budget=20)
-    plan = make_plan(take_inventory(Blocks(), ()), config, Circumstances(Cluster(1, 2, DEVICES["h100"]), 20), forecast, fit)
-    assert seen == [1] and plan.behind == 1
 
 
 def test_it_is_said_what_may_be_on_its_way() -> None:

@@ -31,7 +31,6 @@ from autoshard.plan import Plan
 from autoshard.planning import as_they_will_step, first_look
 from autoshard.rehearsal import prepare
 from autoshard.report import rendered
-from autoshard.sweep import Sweep
 from autoshard.sweep_report import sweep_tables
 from tests.models import ConvNet, gpt2, llama
 from tests.small import in_full
@@ -281,26 +280,6 @@ def test_where_nothing_fits_it_shows_what_takes_the_least() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     sweep = autoshard.sweep(model, torch.zeros(4, 512), Config(memory_budget="1MiB", codegen="eager", recompute="none"), nodes)
     assert [(way.plan.stage, way.plan.axes, way.plan.behind) for way in sweep.ways] == [(3, (("shard", 4),), behind) for behind in (2, 1)]
-
-
-def test_what_fits_with_one_reduction_on_its_way_does() -> None:
-    """As in a plan."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    config = Config(zero=1, codegen="eager", memory_budget="8MiB", mesh={"shard": 2})
-
-    def swept(budget: int) -> Sweep:
-        torch.compiler.reset()
-        return autoshard.sweep(model, torch.zeros(2, 256), replace(config, memory_budget=budget), TWO)
-
-    peaks = {way.plan.behind: int(way.curve.peaks({"batch": np.array([2.0])})[0]) for way in swept(8 << 20).ways}
-    assert peaks[1] < peaks[2]
-    sweep = swept(peaks[1])
-    found = sweep.at(batch=2)
-    assert found.fits and sweep.ways[int(found.way)].plan.behind == 1
-    assert "behind 1" in rendered(sweep_tables(sweep, [2]), 80)
-    torch.compiler.reset()
-    assert autoshard.plan(model, torch.zeros(2, 256), replace(config, memory_budget=peaks[1]), TWO).behind == 1
-    assert {way.plan.behind for way in swept(1 << 30).ways} == {2}, "of a budget it would be next to nothing"
 
 
 def test_it_chooses_the_fastest_that_fits() -> None:

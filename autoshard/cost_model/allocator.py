@@ -90,13 +90,15 @@ class CachingAllocator:
         """The smallest free block that holds it."""
         places = self._free[small]
         at = bisect.bisect_left(places, (size, -1))
-        return self._taken(small, at) if at < len(places) else None
-
-    def _taken(self, small: bool, at: int) -> Block:
-        """One of the free blocks, which then is none of them."""
-        block = self._blocks[self._free[small][at][1]]
+        if at == len(places):
+            return None
+        block = self._blocks[places[self._better(places, at)][1]]
         self._take_out(block)
         return block
+
+    def _better(self, places: Sequence[tuple[int, int]], at: int) -> int:
+        """Which block is taken of this one, the smallest that does, and larger ones."""
+        return at
 
     def _segment(self, size: int) -> Block:
         small = size <= SMALL
@@ -146,14 +148,10 @@ class ExpandingAllocator(CachingAllocator):
         super().__init__()
         self._last = {True: Block(0, True, 0), False: Block(0, False, _LARGE_ADDRESSES)}
 
-    def _found(self, size: int, small: bool) -> Block | None:
-        """The smallest free block that holds it, but the last one only where there is no other."""
-        places = self._free[small]
-        at = bisect.bisect_left(places, (size, -1))
-        if at == len(places):
-            return None
-        is_last = self._blocks[places[at][1]] is self._last[small]
-        return self._taken(small, at + 1 if is_last and at + 1 < len(places) else at)
+    def _better(self, places: Sequence[tuple[int, int]], at: int) -> int:
+        """The last block only where there is no other."""
+        is_last = self._blocks[places[at][1]].behind is None
+        return at + 1 if is_last and at + 1 < len(places) else at
 
     def _segment(self, size: int) -> Block:
         """The last block, or an empty one behind it, with the pages that it lacks."""
